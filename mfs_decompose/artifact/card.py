@@ -1,0 +1,105 @@
+"""The model card of an artifact: bytes and recorded errors, nothing that was measured elsewhere, no time and no path.
+
+It is in the file table, so it must come out the same for the same records.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from mfs_decompose.artifact.records import BaseRecord, VariantRecord
+from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.units import format_bytes, format_fraction
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$])")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+_TEXT = """\
+# A family of {count} in one artifact
+
+One base and {count}, each stored as a compact difference from it by `mfs_decompose`, in the format `mfs.family/1`.
+Transformers does not load this folder as it is: restore a checkpoint first.
+
+| variant | footprint | bytes | of its checkpoint | relative error | codecs |
+|---|---:|---:|---:|---:|---|
+{rows}
+
+*Footprint*: the variant's shard files, whole, over the tensor bytes of its own checkpoint. *Relative error*:
+‖Δ̂−Δ‖ / ‖Δ‖ over all its tensors, recorded when they were written, of the weights as served (0: nothing was lost). It
+is no measure of behaviour: `mfs eval` measures that.
+
+{base} All weights together: {total}.
+
+## Use
+
+```
+mfs verify . --level values
+mfs restore . --variant {example} --out DIR
+```
+"""
+
+
+def render_card(base: BaseRecord, variants: Sequence[VariantRecord]) -> str:
+    """The text of README.md, from records alone; text that came from users is escaped.
+
+    Args:
+        base: the record of the base.
+        variants: records sorted by id.
+    """
+    count = f"{len(variants)} variant{'' if len(variants) == 1 else 's'}"
+    total = base.bytes + sum(variant.bytes for variant in variants)
+    body = _TEXT.format(
+        count=count,
+        rows="\n".join(_row(variant) for variant in variants),
+        base=_describe_base(base),
+        total=format_bytes(total),
+        example=variants[0].id if variants else "base",
+    )
+    return f"{_front_matter(base)}\n{body}"
+
+
+def codec_counts(variant: VariantRecord) -> dict[str, int]:
+    """How many tensors of a variant are stored by each codec tree, by the tree's text, sorted by it."""
+    texts = Counter(CodecNode.from_json(tensor.tree).text() for tensor in variant.tensors.values())
+    return dict(sorted(texts.items()))
+
+
+def escape_markdown(text: str) -> str:
+    """Text from users inside a line of Markdown or a cell of a table: no markup, HTML, or control character is left."""
+    return _SPECIAL.sub(r"\\\1", _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+
+
+def _front_matter(base: BaseRecord) -> str:
+    lines = ["---", "library_name: mfs_decompose", "tags:", "- mfs-family", "- delta-compression"]
+    if base.source and base.source.repo:
+        # A JSON string is a YAML string, whatever is in it.
+        lines.append(f"base_model: {json.dumps(base.source.repo)}")
+    return "\n".join([*lines, "---", ""])
+
+
+def _row(variant: VariantRecord) -> str:
+    codecs = ", ".join(f"{escape_markdown(text)} × {count}" for text, count in codec_counts(variant).items())
+    cells = (
+        escape_markdown(variant.id),
+        format_fraction(variant.footprint),
+        format_bytes(variant.bytes),
+        format_bytes(variant.checkpoint_bytes),
+        f"{variant.rel_error:.3g}",
+        codecs,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _describe_base(base: BaseRecord) -> str:
+    name = ""
+    if base.source and base.source.repo:
+        name = f" {escape_markdown(base.source.repo)} at revision {base.source.revision}"
+    if base.store == "reference":
+        return (
+            f"The base{name} is not in this folder: it is known by the digests of its tensors, and found by `--base`."
+        )
+    origin = "is the mean of the variants" if base.mode == "mean" else "was given"
+    return f"The base{name} {origin} and is in this folder ({format_bytes(base.bytes)})."

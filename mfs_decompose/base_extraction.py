@@ -1,0 +1,34 @@
+"""What the variants have in common, and what is left of each: base and delta.
+
+A known base is taken as it is. The base of a family without one is the element-wise mean: it minimises
+`sum_k ||W_k - W*||_F^2`. It is rounded to the dtype it is stored in before any delta is taken: deltas are against the
+base as stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def mean_rows(rows: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The mean of equal-shaped rows of K variants, summed in fp64 in the order given, rounded to `dtype`.
+
+    Where a variant is not finite the mean is 0: that element will be stored exactly in the variants that have it, and
+    a NaN in one variant must not reach the others.
+    """
+    total = rows[0].to(torch.float64, copy=True)  # not from 0.0: what is -0.0 in all of them stays so
+    for values in rows[1:]:
+        total += values.to(torch.float64)
+    mean = (total / len(rows)).to(dtype)
+    return torch.where(torch.isfinite(mean), mean, torch.zeros_like(mean))
+
+
+def delta_rows(own: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """`own - base` in fp32, element by element; the subtraction is in fp64 where either is.
+
+    In the dtype of the weights the difference of two neighbours would be rounded away.
+    """
+    wide = torch.float64 if torch.float64 in (own.dtype, base.dtype) else torch.float32
+    return (own.to(wide) - base.to(wide)).to(torch.float32)

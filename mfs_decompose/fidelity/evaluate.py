@@ -1,0 +1,194 @@
+"""Measure drift: the same windows through the original, every candidate and the base, paired token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mfs_decompose.errors import ArtifactInvalid, SourceIncompatible, UsageError
+from mfs_decompose.events import ProgressSink
+from mfs_decompose.fidelity.divergence import compare_logits
+from mfs_decompose.fidelity.figures import PairedFigures, TokenFigures
+from mfs_decompose.fidelity.model import LoadedModel, load_model, predict_windows
+from mfs_decompose.fidelity.residency import available_memory, group_rivals, measure_model
+from mfs_decompose.fidelity.result import DriftResult, summarise
+from mfs_decompose.fidelity.settings import EvalSettings
+from mfs_decompose.fidelity.text import Corpus
+from mfs_decompose.fidelity.tokenizer import load_encoder
+from mfs_decompose.fidelity.windows import TokenizedCorpus, Window, batches, tokenize_corpus
+
+_BASE = "base"
+_ORIGINAL = "original"
+# (role, corpus) -> figures of that role against the original; no entry for a base that lacks a token of the corpus.
+_Figures = dict[tuple[str, str], TokenFigures]
+
+
+def measure_drift(
+    original: Path,
+    candidates: Mapping[str, Path],
+    base: Path | None,
+    corpora: Sequence[Corpus],
+    settings: EvalSettings,
+    variant: str,
+    progress: ProgressSink,
+    device: str = "cpu",
+) -> list[DriftResult]:
+    """Measure checkpoint folders against the folder they stand for, with the original's own tokenizer.
+
+    For each batch of windows the original runs once beside all models in memory; where they do not all fit, they
+    take turns and the original runs again. The figures are the same either way.
+
+    Args:
+        original: the variant's own checkpoint.
+        candidates: `served` and `restored` checkpoints to measure.
+        base: the base's checkpoint, for `ppl_base`, `kl_base` and `recovered`.
+        corpora: text, under unlike names.
+        variant: the id that the results carry.
+        device: `cpu`, `cuda` or `cuda:i`.
+
+    Returns:
+        A result for each corpus and candidate, corpora outermost.
+
+    Raises:
+        UsageError: nothing to measure, two corpora of one name, text too short, windows longer than the model allows.
+        SourceNotFound, SourceIncompatible, ArtifactInvalid: a checkpoint that is not there or does not load whole.
+        ResourceShortage: the original and one other model do not fit in memory.
+    """
+    _check_request(candidates, corpora)
+    encoder = load_encoder(original, settings.bos)
+    texts = [tokenize_corpus(corpus, encoder, settings) for corpus in corpora]
+    rivals = {**candidates, **({} if base is None else {_BASE: base})}
+    groups = group_rivals(
+        measure_model(original, settings.itemsize),
+        {role: measure_model(folder, settings.itemsize) for role, folder in rivals.items()},
+        settings,
+        available_memory(device),
+    )
+    figures: _Figures = {}
+    notes: dict[str, list[str]] = {text.name: [] for text in texts}
+    reference = _load(original, _ORIGINAL, settings, device, progress)
+    _check_reference(original, reference, texts)
+    for group in groups:
+        models = [_load(rivals[role], role, settings, device, progress) for role in group]
+        progress.start(f"measure {variant}", len(models) * sum(text.text_bytes for text in texts))
+        for text in texts:
+            figures.update(_measure_text(reference, models, text, settings, notes[text.name], progress))
+        progress.finish()
+        del models
+    results = [
+        summarise(
+            variant,
+            role,
+            text.name,
+            PairedFigures(_document_of(text), figures[role, text.name], figures.get((_BASE, text.name))),
+            bos=encoder.bos,
+            notes=tuple(notes[text.name]),
+        )
+        for text in texts
+        for role in candidates
+    ]
+    for said in dict.fromkeys(f"{result.corpus}: {note}" for result in results for note in result.notes):
+        progress.note(f"{variant}, {said}", "warning")
+    return results
+
+
+def _check_request(candidates: Mapping[str, Path], corpora: Sequence[Corpus]) -> None:
+    if not candidates or not corpora:
+        raise UsageError(
+            "expected a checkpoint to measure and a text to measure it on, found none", hint="pass --text FILE"
+        )
+    assert _BASE not in candidates and _ORIGINAL not in candidates, "reserved roles"
+    names = [corpus.name for corpus in corpora]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"expected texts with unlike file names, found two named {twice!r}", hint="rename one of the files"
+        )
+
+
+def _load(folder: Path, role: str, settings: EvalSettings, device: str, progress: ProgressSink) -> LoadedModel:
+    nbytes = measure_model(folder, settings.itemsize).weight_bytes
+    progress.start(f"load {role}", nbytes)
+    model = load_model(folder, role, settings, device)
+    progress.advance(nbytes)
+    progress.finish()
+    return model
+
+
+def _check_reference(folder: Path, reference: LoadedModel, texts: Sequence[TokenizedCorpus]) -> None:
+    highest = max(text.highest_id for text in texts)
+    if highest >= reference.vocabulary:
+        raise SourceIncompatible(
+            f"expected token ids below {reference.vocabulary} from the tokenizer of {folder}, found {highest}",
+            hint="the folder's tokenizer belongs to another checkpoint",
+        )
+    longest = max(text.longest_input for text in texts)
+    if reference.max_positions is not None and longest > reference.max_positions:
+        raise UsageError(
+            f"expected windows of at most the model's {reference.max_positions} positions, found {longest} tokens",
+            hint="choose a smaller window",
+        )
+
+
+def _measure_text(
+    reference: LoadedModel,
+    models: Sequence[LoadedModel],
+    text: TokenizedCorpus,
+    settings: EvalSettings,
+    notes: list[str],
+    progress: ProgressSink,
+) -> _Figures:
+    active = []
+    for model in models:
+        if model.role == _BASE and text.highest_id >= model.vocabulary:
+            notes.append(
+                f"no figures of the base: it has {model.vocabulary} tokens, and the text holds token {text.highest_id}"
+            )
+            progress.advance(text.text_bytes)
+        else:
+            notes += _compare_vocabularies(reference, model)
+            active.append(model)
+    parts: dict[str, list[TokenFigures]] = {model.role: [] for model in active}
+    for batch in batches(text.windows, settings.batch_size):
+        if not active:
+            break
+        expected = predict_windows(reference, batch)
+        for model in active:
+            parts[model.role] += _compare_batch(model, batch, expected)
+            progress.advance(sum(window.text_bytes for window in batch))
+    return {(role, text.name): TokenFigures.concatenate(found) for role, found in parts.items()}
+
+
+def _compare_batch(model: LoadedModel, batch: Sequence[Window], expected: Sequence[torch.Tensor]) -> list[TokenFigures]:
+    # A function of its own so that these logits are gone before the next model's: they can weigh a gigabyte.
+    return [
+        compare_logits(original_TV, other_TV, torch.tensor(window.targets, device=original_TV.device))
+        for window, original_TV, other_TV in zip(batch, expected, predict_windows(model, batch), strict=True)
+    ]
+
+
+def _compare_vocabularies(reference: LoadedModel, model: LoadedModel) -> list[str]:
+    """What to say about a base of another vocabulary; a candidate must have the original's."""
+    if model.vocabulary == reference.vocabulary:
+        return []
+    if model.role != _BASE:
+        raise ArtifactInvalid(
+            f"expected {reference.vocabulary} tokens in the {model.role} checkpoint as in the original, "
+            f"found {model.vocabulary}",
+            hint="run mfs verify on the artifact",
+        )
+    return [
+        f"figures of the base are over the {min(reference.vocabulary, model.vocabulary)} leading tokens that both "
+        f"have, renormalised (the original has {reference.vocabulary}, the base {model.vocabulary})"
+    ]
+
+
+def _document_of(text: TokenizedCorpus) -> npt.NDArray[np.int64]:
+    return np.repeat(
+        np.array([window.document for window in text.windows], dtype=np.int64),
+        [len(window.targets) for window in text.windows],
+    )

@@ -1,0 +1,82 @@
+"""Truncated SVD of a matrix that is read in row blocks, so that memory does not grow with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from mfs_decompose.linalg.orthonormal import orthonormalise, peak
+from mfs_decompose.linalg.seeds import random_matrix
+from mfs_decompose.linalg.shapes import POWER_ITERATIONS, sketch_width, uses_gram
+from mfs_decompose.linalg.sums import squared_norm
+from mfs_decompose.linalg.svd import Truncation, from_gram, from_range, is_sound
+
+Blocks = Callable[[], Iterator[tuple[int, torch.Tensor]]]
+"""Reads the matrix once more: (first row, fp32 rows) in order. Which rows form a block may depend on shapes alone."""
+
+
+def blocked_svd(blocks: Blocks, shape: tuple[int, int], rank: int, key: int) -> Truncation | None:
+    """Factorise one finite fp32 matrix [M, N] read by `blocks`; None where the result is not finite.
+
+    Holds one block, and matrices of max(M, N) x 2 rank.
+    """
+    rows, columns = shape
+    short = min(rows, columns)
+    rank = min(rank, short)
+    if rows >= columns and uses_gram(rank, short):
+        found = _tall_gram(blocks, rows, columns, rank)
+    else:
+        basis = random_matrix(key, short, sketch_width(rank, short))
+        found = _tall(blocks, rows, rank, basis) if rows >= columns else _wide(blocks, columns, rank, basis)
+    return found if found is not None and is_sound(found) else None
+
+
+def _tall_gram(blocks: Blocks, rows: int, columns: int, rank: int) -> Truncation | None:
+    gram = torch.zeros(columns, columns, dtype=torch.float64)
+    norms: list[float] = []
+    for _, block in blocks():
+        wide = block.to(torch.float64)
+        gram += wide.mT @ wide
+        norms.append(squared_norm(block))
+    return from_gram(gram, rank, math.fsum(norms), lambda basis: _multiply(blocks, rows, basis))
+
+
+def _tall(blocks: Blocks, rows: int, rank: int, basis: torch.Tensor) -> Truncation | None:
+    norms: list[float] = []
+    for turn in range(POWER_ITERATIONS):
+        image = torch.zeros(basis.shape, dtype=torch.float64)
+        for _, block in blocks():
+            part = block @ basis
+            largest = peak(part)
+            image += (block.mT @ (part / largest)).to(torch.float64) * largest
+            if turn == 0:
+                norms.append(squared_norm(block))
+        basis = orthonormalise(image[None])[0]
+    return from_range(_multiply(blocks, rows, basis), basis, rank, math.fsum(norms))
+
+
+def _wide(blocks: Blocks, columns: int, rank: int, basis: torch.Tensor) -> Truncation | None:
+    norms: list[float] = []
+    for turn in range(POWER_ITERATIONS):
+        image = _multiply_transposed(blocks, columns, basis, norms if turn == 0 else None)
+        basis = orthonormalise(_multiply(blocks, basis.shape[0], image / peak(image))[None])[0]
+    found = from_range(_multiply_transposed(blocks, columns, basis, None), basis, rank, math.fsum(norms))
+    return found and Truncation(found.right, found.left, found.energy, found.total)
+
+
+def _multiply(blocks: Blocks, rows: int, right: torch.Tensor) -> torch.Tensor:
+    product = torch.empty(rows, right.shape[1])
+    for first, block in blocks():
+        torch.mm(block, right, out=product[first : first + block.shape[0]])
+    return product
+
+
+def _multiply_transposed(blocks: Blocks, columns: int, left: torch.Tensor, norms: list[float] | None) -> torch.Tensor:
+    product = torch.zeros(columns, left.shape[1])
+    for first, block in blocks():
+        product += block.mT @ left[first : first + block.shape[0]]
+        if norms is not None:
+            norms.append(squared_norm(block))
+    return product

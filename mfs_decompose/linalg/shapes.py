@@ -1,0 +1,30 @@
+"""What follows from shapes alone: sketch widths, the choice of method, passes over a matrix. No tensor library needed.
+
+Bytes must not depend on free memory or threads, so every choice that could change them is made here.
+"""
+
+from __future__ import annotations
+
+POWER_ITERATIONS = 2
+GROUP = 64
+"""Values of a direction that share one scale."""
+
+_GRAM_SHARE = 0.4  # of the short side: from here on the sketch costs more than the Gram matrix
+
+
+def sketch_width(rank: int, short: int) -> int:
+    """Columns of the sketch for a rank: twice the rank, since oversampling by less loses 2 % on a flat tail."""
+    return min(max(2 * rank, rank + 8), short)
+
+
+def uses_gram(rank: int, short: int) -> bool:
+    """Whether diagonalising the Gram matrix of the short side is cheaper than a sketch."""
+    return sketch_width(rank, short) >= _GRAM_SHARE * short
+
+
+def passes(shape: tuple[int, int], rank: int) -> int:
+    """How often a blocked SVD reads an [M, N] matrix, the first time for its norm included."""
+    tall = shape[0] >= shape[1]
+    if tall and uses_gram(min(rank, shape[1]), shape[1]):
+        return 2
+    return POWER_ITERATIONS + 1 if tall else 2 * POWER_ITERATIONS + 1

@@ -1,0 +1,207 @@
+"""The base as stored: copied, linked or referred to when it is known, made when it is the mean."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mfs_decompose.artifact.files import FileRecord, copy_file, hardlink_file
+from mfs_decompose.artifact.layout import base_shard_name
+from mfs_decompose.artifact.shard import Entry, library_order, split_into_shards, write_shard
+from mfs_decompose.artifact.values import row_bytes
+from mfs_decompose.base_extraction import mean_rows
+from mfs_decompose.codec.base import block_rows
+from mfs_decompose.events import ProgressSink
+from mfs_decompose.pipeline.scheduler import Stop, run_units
+from mfs_decompose.pipeline.workspace import Workspace
+from mfs_decompose.plan.model import Plan
+from mfs_decompose.plan.units import DECODE_ELEMENTS
+from mfs_decompose.source.checkpoint import Checkpoint, TensorReader
+from mfs_decompose.source.dtypes import torch_dtype
+from mfs_decompose.source.header import TensorSpec, read_shard_header
+
+_UNIT_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class BaseUnit:
+    """Some tensors of the base; the piece that a kill loses at most."""
+
+    number: int
+    tensors: tuple[TensorSpec, ...]
+    peak_bytes: int
+
+
+def base_units(plan: Plan, variants: int) -> tuple[BaseUnit, ...]:
+    """The base's tensors, in order of their names, in pieces of about 64 MiB."""
+    units: list[BaseUnit] = []
+    current: list[TensorSpec] = []
+    for name in sorted(plan.base_tensors):
+        spec = plan.base_tensors[name]
+        if current and sum(tensor.nbytes for tensor in current) + spec.nbytes > _UNIT_BYTES:
+            units.append(_unit(len(units), current, variants))
+            current = []
+        current.append(TensorSpec(spec.name, spec.dtype, spec.shape))
+    if current:
+        units.append(_unit(len(units), current, variants))
+    return tuple(units)
+
+
+def _unit(number: int, tensors: Sequence[TensorSpec], variants: int) -> BaseUnit:
+    widest = max(tensor.row_bytes for tensor in tensors)
+    return BaseUnit(number, tuple(tensors), (variants + 4) * (8 * DECODE_ELEMENTS + widest))
+
+
+def store_known_base(workspace: Workspace, plan: Plan, base: Checkpoint, progress: ProgressSink) -> list[FileRecord]:
+    """Bring the base's own shard files into the artifact, byte for byte; none for a reference."""
+    if plan.base_store == "reference":
+        return []
+    bring = hardlink_file if plan.base_store == "hardlink" else copy_file
+    progress.start(f"base: {plan.base_store}", sum(shard.size for shard in base.shards))
+    records: list[FileRecord] = []
+    for number, shard in enumerate(base.shards, start=1):
+        name = base_shard_name(number, len(base.shards))
+        record = workspace.done.files.get(name)
+        if record is None:
+            record = bring(base.root / shard.file, workspace.folder / name, progress)
+            workspace.record_file(record)
+        else:
+            progress.advance(record.size)
+        records.append(record)
+    progress.finish()
+    return records
+
+
+def digest_known_base(
+    workspace: Workspace,
+    units: Sequence[BaseUnit],
+    base: TensorReader,
+    threads: int,
+    memory: int,
+    progress: ProgressSink,
+) -> None:
+    """Digest every tensor of a known base: what restore will hold a base against."""
+
+    def work(unit: BaseUnit, stop: Stop) -> dict[str, str]:
+        digests: dict[str, str] = {}
+        for spec in unit.tensors:
+            digest = hashlib.sha256()
+            for start, end in _blocks(spec):
+                stop.check()
+                digest.update(base.raw(spec.name, start, end).numpy().data)
+                progress.advance((end - start) * spec.row_bytes)
+            digests[spec.name] = digest.hexdigest()
+        return digests
+
+    _run(workspace, units, work, threads, memory, progress, "base: digests")
+
+
+def make_mean_base(
+    workspace: Workspace,
+    plan: Plan,
+    units: Sequence[BaseUnit],
+    variants: Mapping[str, TensorReader],
+    threads: int,
+    memory: int,
+    progress: ProgressSink,
+) -> list[FileRecord]:
+    """Average the variants, rounded to the dtype they are stored in, into the artifact's base shards."""
+    readers = [variants[id] for id in sorted(variants)]
+
+    def work(unit: BaseUnit, stop: Stop) -> dict[str, str]:
+        digests: dict[str, str] = {}
+        with open(workspace.base_path(unit.number), "wb") as output:
+            for spec in unit.tensors:
+                digest = hashlib.sha256()
+                for start, end in _blocks(spec):
+                    stop.check()
+                    rows = [reader.rows(spec.name, start, end) for reader in readers]
+                    data = row_bytes(mean_rows(rows, torch_dtype(spec.dtype)))
+                    digest.update(data)
+                    output.write(data)
+                    progress.advance((end - start) * spec.row_bytes)
+                digests[spec.name] = digest.hexdigest()
+        return digests
+
+    shards = _mean_shards(plan)
+    names = [base_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    if any(name not in workspace.done.files for name in names):
+        workspace.done.base_units = {unit for unit in workspace.done.base_units if workspace.base_path(unit).exists()}
+        _run(workspace, units, work, threads, memory, progress, "base: mean")
+    places = _places(workspace, units)
+    for name, entries in zip(names, shards, strict=True):
+        if name not in workspace.done.files:
+            workspace.record_file(
+                write_shard(workspace.folder / name, entries, _read(entries, places), {}, progress=None)
+            )
+    for unit in units:
+        workspace.base_path(unit.number).unlink(missing_ok=True)
+    return [workspace.done.files[name] for name in names]
+
+
+def open_stored(folder: Path, names: Sequence[str]) -> Checkpoint:
+    """Base shards of the artifact as a checkpoint to read from."""
+    shards = tuple(read_shard_header(folder / name) for name in names)
+    tensors = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
+    return Checkpoint("base", folder, shards, None, dict(sorted(tensors.items())), (), (), {})
+
+
+def _run(
+    workspace: Workspace,
+    units: Sequence[BaseUnit],
+    work: object,
+    threads: int,
+    memory: int,
+    progress: ProgressSink,
+    stage: str,
+) -> None:
+    left = [unit for unit in units if unit.number not in workspace.done.base_units]
+    progress.start(stage, sum(spec.nbytes for unit in left for spec in unit.tensors))
+    run_units(
+        left,
+        work,  # type: ignore[arg-type]
+        lambda unit, digests: workspace.record_base(unit.number, digests),
+        threads,
+        memory,
+    )
+    progress.finish()
+
+
+def _blocks(spec: TensorSpec) -> list[tuple[int, int]]:
+    step = block_rows(spec, DECODE_ELEMENTS)
+    return [(start, min(start + step, spec.rows)) for start in range(0, spec.rows, step)]
+
+
+def _mean_shards(plan: Plan) -> list[tuple[Entry, ...]]:
+    entries = [Entry(spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in plan.base_tensors.values()]
+    return split_into_shards(library_order(entries), plan.recipe.output.shard_size)
+
+
+def _places(workspace: Workspace, units: Sequence[BaseUnit]) -> dict[str, tuple[Path, int]]:
+    places: dict[str, tuple[Path, int]] = {}
+    for unit in units:
+        offset = 0
+        for spec in unit.tensors:
+            places[spec.name] = (workspace.base_path(unit.number), offset)
+            offset += spec.nbytes
+    return places
+
+
+def _read(entries: Sequence[Entry], places: Mapping[str, tuple[Path, int]]) -> Iterator[bytes]:
+    for entry in entries:
+        path, offset = places[entry.name]
+        yield from read_pieces(path, offset, entry.nbytes)
+
+
+def read_pieces(path: Path, offset: int, nbytes: int) -> Iterator[bytes]:
+    """`nbytes` bytes of a file from `offset`, in pieces of 8 MiB."""
+    with open(path, "rb") as stream:
+        stream.seek(offset)
+        left = nbytes
+        while left:
+            piece = stream.read(min(left, 1 << 23))
+            assert piece, f"{path} ends early"
+            left -= len(piece)
+            yield piece

@@ -1,0 +1,121 @@
+"""Pass 2: cut each fit to its size, decode it as any reader will, and record what was lost."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO
+
+from mfs_decompose.base_extraction import delta_rows
+from mfs_decompose.codec.arrays import tensor_bytes
+from mfs_decompose.codec.opened import OpenedTensor
+from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.codec.truncate import truncate
+from mfs_decompose.errors import SourceIncompatible
+from mfs_decompose.linalg.sums import squared_norm
+from mfs_decompose.pipeline.exact import encode_exact, join_rows
+from mfs_decompose.pipeline.reading import Advance, Sources, row_blocks
+from mfs_decompose.pipeline.scheduler import Stop
+from mfs_decompose.pipeline.survey import Surveyed
+from mfs_decompose.plan.model import Item
+from mfs_decompose.plan.units import DECODE_ELEMENTS
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What allocation decided for one item: `codec` is identical, alias (of the tensor `of`), lossy or exact."""
+
+    codec: str
+    steps: int = 0
+    of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One item as it will stand in the artifact: its tree, its bytes in the unit's file, and the measured error."""
+
+    tree: dict[str, Any]
+    offset: int
+    nbytes: int
+    error: float
+    restored_sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Encoded:
+        return cls(**document)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes items into a unit's file; thread-safe."""
+
+    sources: Sources
+    advance: Advance
+
+    def encode(
+        self, item: Item, surveyed: Surveyed, choice: Choice, fits: BinaryIO | None, output: BinaryIO, stop: Stop
+    ) -> Encoded:
+        """Encode one item: `fits` holds the unit's fits, `output` (read and write) takes the bytes.
+
+        Raises:
+            SourceIncompatible: the tensor is not what it was in pass 1.
+        """
+        stop.check()
+        if choice.codec in ("identical", "alias"):
+            params: dict[str, Any] = {} if choice.of is None else {"of": choice.of}
+            return Encoded(CodecNode(choice.codec, params=params).to_json(), output.tell(), 0, 0.0, surveyed.sha256)
+        offset = output.tell()
+        if choice.codec in ("lossless", "raw"):
+            node = encode_exact(item, choice.codec, self.sources, output)
+        else:
+            assert fits is not None and surveyed.fit is not None
+            node, ranges = truncate(CodecNode.from_json(surveyed.fit), choice.steps)
+            for start, count in ranges:
+                fits.seek(surveyed.offset + start)
+                output.write(fits.read(count))
+            node = join_rows(node, item, self.sources.own(item), output)
+        nbytes = output.tell() - offset
+        assert nbytes == node.nbytes, f"{item.key}: wrote {nbytes} bytes, the tree says {node.nbytes}"
+        error, restored = self._measure(item, surveyed, node, output, offset, stop)
+        output.seek(offset + nbytes)
+        return Encoded(node.to_json(), offset, nbytes, error, restored)
+
+    def _measure(
+        self, item: Item, surveyed: Surveyed, node: CodecNode, output: BinaryIO, offset: int, stop: Stop
+    ) -> tuple[float, str]:
+        """Decode what was written: ||decoded - delta||^2 as served, and the digest of the default restore."""
+
+        def fetch(start: int, count: int) -> bytes:
+            output.seek(offset + start)
+            return output.read(count)
+
+        opened = OpenedTensor(node, fetch, item.spec)
+        own_rows, base_rows = self.sources.own(item), self.sources.of_base(item)
+        original, restored = hashlib.sha256(), hashlib.sha256()
+        errors: list[float] = []
+        for start, end in row_blocks(item, DECODE_ELEMENTS):
+            stop.check()
+            own = own_rows(start, end)
+            original.update(tensor_bytes(own))
+            delta = opened.delta(start, end)
+            if delta is None:
+                values = opened.restored(start, end, base_rows)
+            else:
+                assert base_rows is not None
+                base = base_rows(start, end)
+                errors.append(squared_norm(delta.reshape(own.shape) - delta_rows(own, base)))
+                values = opened.rounded(delta, base, start)
+            restored.update(tensor_bytes(values))
+            self.advance((end - start) * item.spec.row_bytes)
+        if original.hexdigest() != surveyed.sha256:
+            raise SourceIncompatible(
+                f"tensor {item.name!r} of variant {item.variant!r} changed while it was being read",
+                hint="Run the same command again, with --no-resume, once nobody writes to it.",
+            )
+        assert not opened.exact or original.digest() == restored.digest(), f"{item.key}: not exact"
+        return math.fsum(errors), restored.hexdigest()

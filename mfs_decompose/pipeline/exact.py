@@ -1,0 +1,81 @@
+"""Tensors that are stored with all their bits."""
+
+from __future__ import annotations
+
+import io
+from typing import BinaryIO
+
+from mfs_decompose.codec.base import Rows
+from mfs_decompose.codec.registry import exact_codec
+from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.pipeline.reading import Sources
+from mfs_decompose.plan.model import Item
+from mfs_decompose.source.header import TensorSpec
+
+
+class CountingSink(io.RawIOBase):
+    """A file that only knows how long it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._length = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]  # bytes are all we write
+        self._length += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._length
+
+    def truncate(self, size: int | None = None) -> int:
+        self._length = self._length if size is None else size
+        return self._length
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence == io.SEEK_SET
+        self._length = offset
+        return offset
+
+
+def encode_exact(item: Item, codec: str, sources: Sources, sink: BinaryIO | CountingSink) -> CodecNode:
+    """Write all bits of a tensor to `sink` and say how; raw where the lossless codec would be larger.
+
+    Rows that the base has as well are coded against it, where the dtype is the same; the others stand alone.
+    """
+    start = sink.tell()
+    if codec == "lossless":
+        node = _lossless(item, sources, sink)
+        if sink.tell() - start < item.spec.nbytes:
+            return node
+        sink.seek(start)
+        sink.truncate(start)
+    return exact_codec("raw").encode(sources.own(item), None, item.spec, lambda data: _emit(sink, data))
+
+
+def _lossless(item: Item, sources: Sources, sink: BinaryIO | CountingSink) -> CodecNode:
+    codec, own = exact_codec("lossless"), sources.own(item)
+    base = sources.of_base(item) if item.base is not None and item.base.dtype == item.spec.dtype else None
+    if base is None or item.common_rows == 0:
+        return codec.encode(own, None, item.spec, lambda data: _emit(sink, data))
+    head = codec.encode(own, base, item.common, lambda data: _emit(sink, data))
+    return join_rows(head, item, own, sink)
+
+
+def join_rows(head: CodecNode, item: Item, own: Rows, sink: BinaryIO | CountingSink) -> CodecNode:
+    """`head` for the common rows and, where the variant has more, the others raw behind it."""
+    common, rows = item.common_rows, item.spec.rows
+    if common == rows:
+        return head
+    tail = TensorSpec(item.name, item.spec.dtype, (rows - common, *item.spec.shape[1:]))
+    node = exact_codec("raw").encode(
+        lambda start, stop: own(start + common, stop + common), None, tail, lambda data: _emit(sink, data)
+    )
+    children = (head, node.shifted(head.nbytes))
+    return CodecNode("rows", params={"splits": [0, common, rows]}, children=children)
+
+
+def _emit(sink: BinaryIO | CountingSink, data: bytes) -> None:
+    sink.write(data)

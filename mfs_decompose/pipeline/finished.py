@@ -1,0 +1,74 @@
+"""Whether a finished artifact is what the same command would make."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from mfs_decompose.artifact.reader import Family, read_run_record
+from mfs_decompose.artifact.records import SourceRecord
+from mfs_decompose.events import ProgressSink
+from mfs_decompose.pipeline.prepare import Prepared
+from mfs_decompose.pipeline.request import DecomposeRequest
+from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, read_sidecar
+
+
+def matches_finished(
+    request: DecomposeRequest,
+    prepared: Prepared,
+    platform: Mapping[str, str],
+    tool: Mapping[str, str],
+    progress: ProgressSink,
+) -> bool:
+    """Compare recipe, versions and sources with the artifact's manifest.
+
+    Source files whose size and time are those of the run are believed; the tensors of others are digested.
+    """
+    with Family.open(request.out) as family:
+        manifest = family.manifest
+    run = read_run_record(request.out)
+    stats = run.get("stats") if run.get("digest") == manifest.digest else None
+    plan = prepared.plan
+    same = (
+        manifest.recipe == plan.recipe.canonical()
+        and (manifest.base.mode, manifest.base.store) == (plan.base_mode, plan.base_store)
+        and manifest.platform.model_dump() == dict(platform)
+        and manifest.tool.model_dump() == dict(tool)
+        and [variant.id for variant in manifest.variants] == [variant.id for variant in prepared.variants]
+    )
+    if not same:
+        return False
+    pairs: list[tuple[Checkpoint, SourceRecord, dict[str, str]]] = [
+        (checkpoint, record.source, {name: tensor.original_sha256 for name, tensor in record.tensors.items()})
+        for checkpoint, record in zip(prepared.variants, manifest.variants, strict=True)
+    ]
+    if prepared.base is not None and manifest.base.source is not None:
+        digests = {name: tensor.sha256 for name, tensor in manifest.base.tensors.items()}
+        pairs.append((prepared.base, manifest.base.source, digests))
+    return all(_same_source(*pair, stats, progress) for pair in pairs)
+
+
+def _same_source(
+    checkpoint: Checkpoint, record: SourceRecord, digests: Mapping[str, str], stats: object, progress: ProgressSink
+) -> bool:
+    headers = [(shard.file, shard.size, shard.sha256) for shard in checkpoint.shards]
+    if headers != [(shard.file, shard.size, shard.header_sha256) for shard in record.shards]:
+        return False
+    files = {sidecar.name: _digest(read_sidecar(checkpoint, sidecar)) for sidecar in checkpoint.sidecars}
+    if files != record.files:
+        return False
+    known = stats.get(checkpoint.id) if isinstance(stats, dict) else None
+    if known == [[shard.file, shard.size, shard.mtime_ns] for shard in checkpoint.shards]:
+        return True
+    progress.start(f"comparing {checkpoint.id} with the artifact", checkpoint.tensor_bytes)
+    with TensorReader(checkpoint) as reader:
+        for name, expected in digests.items():
+            if _digest(reader.raw(name).numpy().data) != expected:
+                return False
+            progress.advance(checkpoint.tensors[name].nbytes)
+    progress.finish()
+    return True
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,171 @@
+"""Before any weight is read: open the sources, align them, plan, and make sure that the run can end."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from mfs_decompose.artifact.layout import MANIFEST, RESERVED_IDS, is_variant_id
+from mfs_decompose.errors import OutputBusy, ResourceShortage, UsageError
+from mfs_decompose.pipeline.request import DecomposeRequest
+from mfs_decompose.plan.build import build_plan
+from mfs_decompose.plan.estimate import Estimate, estimate
+from mfs_decompose.plan.model import Plan
+from mfs_decompose.provenance import available_memory, free_disk, processors
+from mfs_decompose.recipe.schema import Recipe
+from mfs_decompose.source.align import Alignment, align, mean_base_tensors
+from mfs_decompose.source.checkpoint import Checkpoint, open_checkpoint
+from mfs_decompose.units import format_bytes
+
+_BASELINE_BYTES = 350_000_000
+"""Anonymous memory of the interpreter with its libraries, measured at 0.26 GB, and some room."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that could begin."""
+
+    base: Checkpoint | None
+    variants: tuple[Checkpoint, ...]
+    alignment: Alignment
+    plan: Plan
+    estimate: Estimate
+
+
+def prepare(request: DecomposeRequest) -> Prepared:
+    """Open all sources from headers alone and plan the run; nothing is written.
+
+    Raises:
+        MfsError: with the exit code of what is wrong, see errors.py.
+    """
+    check_ids(request)
+    base = None if request.base is None else open_checkpoint(request.base, "base")
+    variants = tuple(open_checkpoint(request.variants[id], id) for id in sorted(request.variants))
+    check_output(request, [*variants, *([base] if base is not None else [])])
+    mode, store = _base_choice(request.recipe, base)
+    if base is not None and mode == "known":
+        tensors = {name: info.spec for name, info in base.tensors.items()}
+        alignment = align(tensors, variants, base.config)
+    else:
+        base = None
+        tensors = mean_base_tensors(variants)
+        alignment = align(tensors, variants, {})
+    plan = build_plan(request.recipe, alignment, variants, tensors, mode, store)
+    return Prepared(base, variants, alignment, plan, estimate(plan, base, variants, thread_count(request)))
+
+
+def check_ids(request: DecomposeRequest) -> None:
+    """Refuse variant ids that could not be told apart, or used as a name.
+
+    Raises:
+        UsageError: naming the id.
+    """
+    if not request.variants:
+        raise UsageError(
+            "expected at least one variant, found none", hint="Name them: --variants math=./math code=./code"
+        )
+    folded: dict[str, str] = {}
+    for id in request.variants:
+        if id in RESERVED_IDS or not is_variant_id(id):
+            raise UsageError(
+                f"expected a variant id of letters, digits, '.', '_' and '-', at most 64 and not 'base' or 'all', "
+                f"found {id!r}",
+                hint="Name the variant yourself: --variants NAME=FOLDER",
+            )
+        if id.casefold() in folded:
+            raise UsageError(
+                f"two variants are called {folded[id.casefold()]!r} and {id!r}", hint="Give each an id of its own."
+            )
+        folded[id.casefold()] = id
+    if request.base is None and len(request.variants) < 2:
+        raise UsageError("expected a base or at least two variants, found one variant", hint="Add --base FOLDER.")
+
+
+def check_output(request: DecomposeRequest, sources: list[Checkpoint]) -> None:
+    """Refuse an output that is, holds, or lies in an input, or that something else is.
+
+    Raises:
+        OutputBusy: naming what is in the way.
+    """
+    out = request.out.absolute()
+    real = out.resolve()
+    for source in sources:
+        root = source.root.resolve()
+        if real == root or real.is_relative_to(root) or root.is_relative_to(real):
+            raise OutputBusy(f"the output {out} overlaps the source {source.root}", hint="Choose another --out.")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise OutputBusy(
+            f"expected {out} to be absent, found something that is no folder", hint="Choose another --out."
+        )
+    if out.exists() and not (out / MANIFEST).exists() and any(out.iterdir()):
+        raise OutputBusy(
+            f"expected {out} to be absent or an artifact, found a folder with other files", hint="Choose another --out."
+        )
+    parent = out.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputBusy(f"{parent} is not a folder that can be written to", hint="Choose another --out.")
+
+
+def thread_count(request: DecomposeRequest) -> int:
+    """Units worked on side by side."""
+    return max(1, request.threads or processors())
+
+
+def memory_limit(recipe: Recipe, plan: Plan) -> int:
+    """Bytes that the units in flight may use together.
+
+    Raises:
+        ResourceShortage: not even one unit at a time would fit.
+    """
+    given = recipe.limits.max_ram
+    limit = (int(available_memory() * 0.9) if given is None else given) - _BASELINE_BYTES
+    largest = max((unit.peak_bytes for unit in plan.units), default=0)
+    if largest > limit:
+        found = "is free" if given is None else "was allowed"
+        raise ResourceShortage(
+            f"the largest tensor needs {format_bytes(largest + _BASELINE_BYTES)} of memory, and "
+            f"{format_bytes(limit + _BASELINE_BYTES)} {found}",
+            hint=f"Use --max-ram {-(-(largest + _BASELINE_BYTES) // 10**6)}MB or more.",
+        )
+    return limit
+
+
+def check_disk(request: DecomposeRequest, estimated: Estimate, written: int) -> None:
+    """Refuse to begin what the disk cannot hold; `written` bytes of an earlier run are there already.
+
+    Raises:
+        ResourceShortage: naming what is needed and what is free.
+    """
+    free = free_disk(request.out)
+    limit = request.recipe.limits.max_disk
+    needed = max(estimated.disk_bytes - written, 0)
+    if limit is not None and estimated.disk_bytes > limit:
+        raise ResourceShortage(
+            f"the run needs {format_bytes(estimated.disk_bytes)} of disk, and {format_bytes(limit)} was allowed",
+            hint=f"Use --max-disk {-(-estimated.disk_bytes // 10**6)}MB or more, or --base-store reference.",
+        )
+    if needed > free:
+        place = request.out.absolute().parent
+        raise ResourceShortage(
+            f"the run needs {format_bytes(needed)} of disk at {place}, and {format_bytes(free)} is free",
+            hint="Free some space, choose another --out, or use --base-store reference.",
+        )
+
+
+def _base_choice(
+    recipe: Recipe, base: Checkpoint | None
+) -> tuple[Literal["known", "mean"], Literal["copy", "reference", "hardlink"]]:
+    mode = recipe.base.mode
+    if mode == "auto":
+        mode = "mean" if base is None else "known"
+    if mode == "known" and base is None:
+        raise UsageError("the base mode 'known' needs a base, found none", hint="Add --base FOLDER.")
+    store = "copy" if recipe.base.store == "auto" else recipe.base.store
+    if mode == "mean" and store != "copy":
+        raise UsageError(
+            f"a mean base exists nowhere else, so it cannot be stored by {store}", hint="Leave --base-store out."
+        )
+    return mode, store

@@ -1,0 +1,64 @@
+"""The weights of a run: base and variants, read by rows, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from mfs_decompose.base_extraction import delta_rows
+from mfs_decompose.codec.base import Rows, block_rows
+from mfs_decompose.plan.model import Item
+from mfs_decompose.plan.units import BLOCK_ELEMENTS
+from mfs_decompose.source.checkpoint import TensorReader
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Readers of the base as stored and of every variant."""
+
+    base: TensorReader
+    variants: Mapping[str, TensorReader]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights read so far."""
+        return self.base.bytes_read + sum(reader.bytes_read for reader in self.variants.values())
+
+    def own(self, item: Item) -> Rows:
+        """Rows of the variant's tensor."""
+        reader = self.variants[item.variant]
+        return lambda start, stop: reader.rows(item.name, start, stop)
+
+    def of_base(self, item: Item) -> Rows | None:
+        """Rows of the base's tensor; None where there is none to compare with."""
+        if item.base is None:
+            return None
+        name = item.base.name
+        return lambda start, stop: self.base.rows(name, start, stop)
+
+    def delta_blocks(self, item: Item, advance: Advance) -> Iterator[tuple[int, torch.Tensor]]:
+        """The delta of the common rows in row blocks, as the matrix a codec sees: (first matrix row, fp32 rows)."""
+        own, base = self.own(item), self.of_base(item)
+        assert base is not None and item.matrix is not None
+        scale, columns = item.matrix[0] // item.common.rows, item.matrix[1]
+        step = block_rows(item.common, BLOCK_ELEMENTS)
+        for start in range(0, item.common_rows, step):
+            stop = min(start + step, item.common_rows)
+            yield start * scale, delta_rows(own(start, stop), base(start, stop)).reshape(-1, columns)
+            advance((stop - start) * (item.spec.row_bytes + _row_bytes(item)))
+
+
+def row_blocks(item: Item, elements: int) -> list[tuple[int, int]]:
+    """Row ranges of a tensor of about `elements`, none across the end of the common rows."""
+    step = block_rows(item.spec, elements)
+    edges = [0, item.common_rows, item.spec.rows]
+    return [(start, min(start + step, high)) for low, high in pairwise(edges) for start in range(low, high, step)]
+
+
+def _row_bytes(item: Item) -> int:
+    return item.base.row_bytes if item.base is not None else 0

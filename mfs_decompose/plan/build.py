@@ -1,0 +1,180 @@
+"""Recipe and alignment into a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from mfs_decompose.codec.base import matrix_shape
+from mfs_decompose.codec.sizes import max_steps, step_bytes
+from mfs_decompose.errors import UsageError
+from mfs_decompose.plan.model import Item, Plan, VariantPlan
+from mfs_decompose.plan.units import cut_units
+from mfs_decompose.recipe.choose import choose, unmatched_rules
+from mfs_decompose.recipe.schema import DeltaRule, Recipe
+from mfs_decompose.source.align import Alignment, Member, TensorGroup
+from mfs_decompose.source.checkpoint import Checkpoint
+from mfs_decompose.source.dtypes import is_float
+from mfs_decompose.source.header import TensorSpec
+from mfs_decompose.units import format_bytes, format_fraction
+
+ENTRY_BYTES = 96
+"""Header text of one entry of a shard: an upper bound, see artifact/shard.py."""
+
+SHARD_BYTES = 64
+"""Length field, metadata and padding of one shard: an upper bound."""
+
+_HEADROOM = 2  # allocation may give a tensor this many times the steps of an even split
+
+
+def build_plan(
+    recipe: Recipe,
+    alignment: Alignment,
+    variants: Sequence[Checkpoint],
+    base_tensors: Mapping[str, TensorSpec],
+    base_mode: Literal["known", "mean"],
+    base_store: Literal["copy", "reference", "hardlink"],
+) -> Plan:
+    """Decide for every tensor of every variant how it will be stored, and what is worked on together.
+
+    Raises:
+        UsageError: a rule fits no tensor, or what must be exact exceeds the budget.
+    """
+    names = sorted({group.name for group in alignment.groups})
+    for rule in unmatched_rules(recipe, names):
+        raise UsageError(
+            f"the rule for {', '.join(rule.match)} fits none of the {len(names)} tensors",
+            hint="Give a glob that fits; `mfs decompose --dry-run` says what there is.",
+        )
+    rules = {name: choose(recipe, name) for name in names}
+    items: list[Item] = []
+    plans: list[VariantPlan] = []
+    for checkpoint in sorted(variants, key=lambda variant: variant.id):
+        own = [_item(group, member, rules[group.name]) for group, member in _members(alignment, checkpoint.id)]
+        plan = _variant_plan(recipe, checkpoint, own)
+        items.extend(_size(item, recipe, rules[item.name], _even_steps(own, rules, plan)) for item in own)
+        plans.append(plan)
+    return Plan(
+        recipe=recipe,
+        base_mode=base_mode,
+        base_store=base_store,
+        base_tensors=base_tensors,
+        variants=tuple(plans),
+        units=cut_units(items),
+        missing={plan.id: _missing(alignment, plan.id) for plan in plans},
+        groups=len(alignment.groups),
+    )
+
+
+def _members(alignment: Alignment, variant: str) -> list[tuple[TensorGroup, Member]]:
+    return [
+        (group, member)
+        for group in alignment.groups
+        for member in group.members
+        if member.variant == variant and member.spec is not None
+    ]
+
+
+def _missing(alignment: Alignment, variant: str) -> tuple[str, ...]:
+    return tuple(
+        group.name
+        for group in alignment.groups
+        for member in group.members
+        if member.variant == variant and member.kind == "missing_in_variant"
+    )
+
+
+def _item(group: TensorGroup, member: Member, rule: DeltaRule) -> Item:
+    assert member.spec is not None
+    spec = TensorSpec(member.spec.name, member.spec.dtype, member.spec.shape)
+    comparable = member.kind != "only_in_variant" and group.base is not None
+    base = group.base if comparable else None
+    common_rows = member.common_rows if comparable else 0
+    common = (common_rows, *spec.shape[1:]) if spec.shape else ()
+    matrix = matrix_shape(common) if base is not None and is_float(spec.dtype) and is_float(base.dtype) else None
+    codec = rule.codec
+    if codec in ("lowrank", "sparse") and matrix is None:
+        codec = "raw"
+    options = {"factors": rule.factors, "values": rule.values}
+    params = {key: value for key, value in options.items() if value is not None}
+    lossy = codec in ("lowrank", "sparse")
+    return Item(
+        variant=member.variant,
+        kind=member.kind,
+        spec=spec,
+        base=base,
+        common_rows=common_rows,
+        codec=codec,
+        params=params if lossy else {},
+        matrix=matrix if lossy else None,
+        steps=0,
+        fixed=False,
+    )
+
+
+def _variant_plan(recipe: Recipe, checkpoint: Checkpoint, items: Sequence[Item]) -> VariantPlan:
+    total = checkpoint.tensor_bytes
+    budget = recipe.objective.budget
+    cap = None if budget is None else budget.cap(total)
+    # Bits that no base holds cannot turn out to be identical once they are read.
+    new = [item for item in items if item.tail_bytes and (item.base is not None or item.codec == "raw")]
+    unavoidable = sum(item.tail_bytes + ENTRY_BYTES for item in new)
+    check_cap(checkpoint.id, total, cap, unavoidable + SHARD_BYTES)
+    return VariantPlan(checkpoint.id, total, cap, unavoidable)
+
+
+def check_cap(variant: str, checkpoint_bytes: int, cap: int | None, exact_bytes: int) -> None:
+    """Refuse a budget that what must be stored exactly exceeds.
+
+    Raises:
+        UsageError: naming the smallest budget that holds.
+    """
+    if cap is None or exact_bytes <= cap:
+        return
+    share = exact_bytes / checkpoint_bytes
+    raise UsageError(
+        f"the budget of {format_bytes(cap)} for variant {variant!r} does not hold what must be stored exactly, "
+        f"{format_bytes(exact_bytes)} or {format_fraction(share)} of its checkpoint",
+        hint=f"The smallest budget that holds is --budget {exact_bytes}B.",
+    )
+
+
+def _even_steps(items: Sequence[Item], rules: Mapping[str, DeltaRule], plan: VariantPlan) -> float:
+    """Steps every lossy tensor would get if the cap were spent evenly."""
+    if plan.cap is None:
+        return 0.0
+    shared = [item for item in items if item.lossy and rules[item.name].rank is None]
+    cost = sum(step_bytes(item.codec, item.matrix, item.params) for item in shared if item.matrix)
+    return max(plan.cap - plan.unavoidable_bytes, 0) / cost if cost else 0.0
+
+
+def _size(item: Item, recipe: Recipe, rule: DeltaRule, even: float) -> Item:
+    if item.matrix is None:
+        return item
+    most = _worthwhile_steps(item)
+    objective = recipe.objective
+    if rule.rank is not None or objective.rank is not None:
+        steps, fixed = min(rule.rank or objective.rank or 0, max_steps(item.codec, item.matrix)), True
+    elif objective.density is not None:
+        steps, fixed = max(1, round(objective.density * item.matrix[1])), True
+    else:
+        steps, fixed = min(most, max(8, int(_HEADROOM * even) + 1)), False
+    return Item(
+        variant=item.variant,
+        kind=item.kind,
+        spec=item.spec,
+        base=item.base,
+        common_rows=item.common_rows,
+        codec=item.codec,
+        params=item.params,
+        matrix=item.matrix,
+        steps=steps,
+        fixed=fixed,
+    )
+
+
+def _worthwhile_steps(item: Item) -> int:
+    """Steps below the bytes of the tensor itself."""
+    assert item.matrix is not None
+    affordable = item.common.nbytes // step_bytes(item.codec, item.matrix, item.params)
+    return max(1, min(max_steps(item.codec, item.matrix), affordable))

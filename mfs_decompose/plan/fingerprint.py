@@ -1,0 +1,53 @@
+"""What a run is made from: two runs may share work only when every facet is equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mfs_decompose import __version__
+from mfs_decompose.plan.model import Plan
+from mfs_decompose.source.checkpoint import Checkpoint
+
+Fingerprint = Mapping[str, Any]
+"""Facet by name, plain JSON."""
+
+
+def fingerprint(
+    plan: Plan,
+    base: Checkpoint | None,
+    variants: Sequence[Checkpoint],
+    platform: Mapping[str, str],
+    tool: Mapping[str, str],
+) -> dict[str, Any]:
+    """All that could change a byte of the artifact, by the name under which a refusal will mention it.
+
+    Sources are known by file names, sizes, times and header digests: rehashing hundreds of gigabytes before work goes
+    on would cost more than the work.
+    """
+    facets: dict[str, Any] = {
+        "the version of mfs": __version__,
+        "the recipe": plan.recipe.canonical(),
+        "the base mode": f"{plan.base_mode}, {plan.base_store}",
+        "the device": dict(platform),
+        "the installed libraries": dict(tool),
+        "the variants": [variant.id for variant in plan.variants],
+    }
+    if base is not None:
+        facets["the base"] = _identity(base)
+    for checkpoint in variants:
+        facets[f"variant {checkpoint.id!r}"] = _identity(checkpoint)
+    return facets
+
+
+def changed_facets(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """The names of the facets that differ, in order."""
+    names = [*now, *(name for name in before if name not in now)]
+    return [name for name in names if before.get(name) != now.get(name)]
+
+
+def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "shards": [[shard.file, shard.size, shard.mtime_ns, shard.sha256] for shard in checkpoint.shards],
+        "files": [[sidecar.name, sidecar.size] for sidecar in checkpoint.sidecars],
+    }

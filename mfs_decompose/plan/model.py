@@ -1,0 +1,108 @@
+"""The plan: which tensors are worked on together, by which codec, and what that may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mfs_decompose.recipe.schema import Recipe
+from mfs_decompose.source.align import GroupKind
+from mfs_decompose.source.header import TensorSpec
+
+UnitKind = Literal["batch", "blocks", "exact"]
+"""`batch`: equal matrices, factorised together. `blocks`: one matrix, read in row blocks. `exact`: the rest."""
+
+LOSSY = frozenset({"lowrank", "sparse"})
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One tensor of one variant, and how it will be stored.
+
+    `matrix` is what a lossy codec sees of the `common_rows` rows that have a counterpart in the base; rows beyond them
+    are stored raw. `steps` is the size fitted in pass 1: fixed where `fixed`, else the most that allocation may take.
+    """
+
+    variant: str
+    kind: GroupKind
+    spec: TensorSpec
+    base: TensorSpec | None
+    common_rows: int
+    codec: str
+    params: Mapping[str, str]
+    matrix: tuple[int, int] | None
+    steps: int
+    fixed: bool
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(variant, tensor): what names an item everywhere."""
+        return (self.variant, self.spec.name)
+
+    @property
+    def lossy(self) -> bool:
+        return self.codec in LOSSY
+
+    @property
+    def common(self) -> TensorSpec:
+        """The rows that have a counterpart in the base."""
+        if not self.spec.shape:
+            return self.spec if self.common_rows else TensorSpec(self.name, self.spec.dtype, (0,))
+        return TensorSpec(self.name, self.spec.dtype, (self.common_rows, *self.spec.shape[1:]))
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the rows beyond the base's, stored raw."""
+        return self.spec.nbytes - self.common.nbytes
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether the base's tensor has the same dtype and shape, so that the two may be identical."""
+        return self.base is not None and (self.base.dtype, self.base.shape) == (self.spec.dtype, self.spec.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Items that are worked on together: the piece of work that is journalled, and lost at most by a kill.
+
+    `read_bytes` and `peak_bytes` are of pass 1, the larger of the two passes.
+    """
+
+    number: int
+    kind: UnitKind
+    items: tuple[Item, ...]
+    read_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class VariantPlan:
+    """One variant: its own size, its cap (None without a budget), and what must be stored exactly whatever happens."""
+
+    id: str
+    checkpoint_bytes: int
+    cap: int | None
+    unavoidable_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that is decided before a weight is read."""
+
+    recipe: Recipe
+    base_mode: Literal["known", "mean"]
+    base_store: Literal["copy", "reference", "hardlink"]
+    base_tensors: Mapping[str, TensorSpec]
+    variants: tuple[VariantPlan, ...]
+    units: tuple[Unit, ...]
+    missing: Mapping[str, tuple[str, ...]]
+    groups: int
+
+    def items(self) -> tuple[Item, ...]:
+        """All items in the order of the units."""
+        return tuple(item for unit in self.units for item in unit.items)

@@ -1,0 +1,102 @@
+"""Cut items into units of work: by shapes and names alone, never by memory, threads or the order of variants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from mfs_decompose.codec.sizes import read_passes
+from mfs_decompose.linalg.shapes import sketch_width, uses_gram
+from mfs_decompose.plan.model import Item, Unit, UnitKind
+
+BLOCK_ELEMENTS = 1 << 24
+"""Elements of a row block, and of a batch: 64 MiB in fp32."""
+
+DECODE_ELEMENTS = 1 << 22
+"""Elements decoded at a time, in fp64."""
+
+_BATCH_MATRICES = 256
+_EXACT_BYTES = 1 << 26
+
+
+def cut_units(items: Iterable[Item]) -> tuple[Unit, ...]:
+    """Units, the costliest first, so that none is left alone at the end."""
+    ordered = sorted(items, key=lambda item: (_batch_key(item), item.name, item.variant))
+    groups: list[tuple[UnitKind, tuple[Item, ...]]] = []
+    for key, run in groupby(ordered, key=_batch_key):
+        kind: UnitKind = "exact" if key[0] == 2 else "blocks" if key[0] == 1 else "batch"
+        groups.extend((kind, batch) for batch in _cut(tuple(run), kind))
+    groups.sort(key=lambda group: (-_cost(*group), group[1][0].name, group[1][0].variant))
+    return tuple(
+        Unit(number, kind, batch, _read_bytes(kind, batch), peak_bytes(kind, batch))
+        for number, (kind, batch) in enumerate(groups)
+    )
+
+
+def _batch_key(item: Item) -> tuple[int, str, tuple[tuple[str, str], ...], tuple[int, int], int]:
+    if item.matrix is None:
+        return (2, "", (), (0, 0), 0)
+    large = item.matrix[0] * item.matrix[1] > BLOCK_ELEMENTS
+    return (int(large), item.codec, tuple(sorted(item.params.items())), item.matrix, item.steps)
+
+
+def _cut(run: Sequence[Item], kind: UnitKind) -> list[tuple[Item, ...]]:
+    if kind == "blocks":
+        return [(item,) for item in run]
+    batches: list[tuple[Item, ...]] = []
+    current: list[Item] = []
+    size = 0
+    limit = _EXACT_BYTES if kind == "exact" else BLOCK_ELEMENTS
+    for item in run:
+        weight = item.spec.nbytes if kind == "exact" else item.spec.numel
+        if current and (size + weight > limit or len(current) >= _BATCH_MATRICES):
+            batches.append(tuple(current))
+            current, size = [], 0
+        current.append(item)
+        size += weight
+    if current:
+        batches.append(tuple(current))
+    return batches
+
+
+def _cost(kind: UnitKind, items: Sequence[Item]) -> int:
+    """Multiplications, roughly: what orders units, and nothing else."""
+    if kind == "exact":
+        return sum(item.spec.nbytes for item in items)
+    return sum(item.spec.numel * (8 + item.steps) for item in items)
+
+
+def _read_bytes(kind: UnitKind, items: Sequence[Item]) -> int:
+    """Bytes of weights that pass 1 reads: each variant's tensor, and the base's once for each run of one tensor."""
+    passes = 1
+    if kind == "blocks":
+        matrix = items[0].matrix
+        assert matrix is not None
+        passes = 1 + read_passes(items[0].codec, matrix, items[0].steps)
+    own = sum(item.spec.nbytes for item in items)
+    bases = {item.base.name: item.base.nbytes for item in items if item.base is not None}
+    return passes * (own + sum(bases.values()))
+
+
+def peak_bytes(kind: UnitKind, items: Sequence[Item]) -> int:
+    """Anonymous memory one unit needs at most, in either pass: an upper estimate."""
+    widest_row = max((item.spec.row_bytes for item in items), default=0)
+    decode = 8 * 5 * DECODE_ELEMENTS + 6 * widest_row
+    if kind == "exact":
+        return decode + 8 * DECODE_ELEMENTS
+    matrix, steps = items[0].matrix, items[0].steps
+    assert matrix is not None
+    elements = (
+        BLOCK_ELEMENTS if kind == "blocks" else sum(item.matrix[0] * item.matrix[1] for item in items if item.matrix)
+    )
+    long, short = max(matrix), min(matrix)
+    sketch = sketch_width(steps, short) if items[0].codec == "lowrank" else 0
+    count = 1 if kind == "blocks" else len(items)
+    if sketch and uses_gram(steps, short):
+        work = 8 * (3 * short * short + elements // count) + 4 * (elements + 2 * count * (long + short) * steps)
+    else:
+        work = 4 * elements + (4 + 8 + 8) * count * long * sketch + 8 * count * short * sketch * 3
+    if items[0].codec == "sparse":
+        work = (4 + 4 + 8 + 8) * elements // count + 4 * elements + 8 * count * steps * matrix[0]
+    loading = 4 * 3 * (BLOCK_ELEMENTS if kind == "blocks" else max(item.spec.numel for item in items))
+    return max(work + loading, decode + 16 * (long + short) * max(steps, 1))

@@ -1,0 +1,202 @@
+"""The recipe `mfs.recipe/1`: what to decompose into what, strict and frozen.
+
+A recipe says how, never what: the checkpoints are arguments. Every key has a default, so an empty recipe is the
+default behaviour (low rank, int4 factors, 5 % of each variant's checkpoint).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    StrictInt,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from mfs_decompose.recipe.strict_yaml import Path
+from mfs_decompose.recipe.values import Budget, read_budget, read_bytes, read_share, shown
+
+SCHEMA: Literal["mfs.recipe/1"] = "mfs.recipe/1"
+
+BaseMode = Literal["auto", "known", "mean"]
+BaseStore = Literal["auto", "copy", "reference", "hardlink"]
+CodecName = Literal["lowrank", "sparse", "lossless", "raw"]
+FactorType = Literal["int4", "int8", "bf16"]
+ValueType = Literal["bf16", "int8", "int4"]
+ObjectiveKind = Literal["budget", "rank", "density"]
+
+LOSSY: frozenset[str] = frozenset({"lowrank", "sparse"})
+DEFAULT_BUDGET = Budget(share=0.05)
+
+Bytes = Annotated[int, BeforeValidator(read_bytes)]
+Share = Annotated[float, BeforeValidator(read_share)]
+Rank = Annotated[StrictInt, Field(ge=1)]
+Cap = Annotated[Budget, PlainValidator(read_budget), PlainSerializer(Budget.plain)]
+
+
+def _globs(value: object) -> object:
+    globs = [value] if isinstance(value, str) else value
+    if not isinstance(globs, list | tuple) or not globs or not all(isinstance(g, str) and g for g in globs):
+        raise ValueError(f"expected a glob or a list of globs, found {shown(value)}")
+    return tuple(globs)
+
+
+def _about(value: object) -> object:
+    if not isinstance(value, str | dict):
+        raise ValueError(f"expected text or a mapping, found {shown(value)}")
+    return value
+
+
+Globs = Annotated[tuple[str, ...], BeforeValidator(_globs)]
+About = Annotated[Any, PlainValidator(_about)]
+
+
+def conflict(message: str, *key: str | int) -> PydanticCustomError:
+    """A check across several values; `key` says, from the model that checks, which value to blame."""
+    return PydanticCustomError("conflict", "{text}", {"text": message, "key": key})
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def _settle(self, **values: object) -> None:
+        """Fill in defaults that depend on other fields, while the model is being made."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+class Base(_Model):
+    """Where the shared weights come from, and whether the artifact holds them."""
+
+    mode: BaseMode = "auto"
+    store: BaseStore = "auto"
+
+
+class Objective(_Model):
+    """How much each variant may cost: at most one of the three is set."""
+
+    budget: Cap | None = None
+    rank: Rank | None = None
+    density: Share | None = None
+
+    @property
+    def kind(self) -> ObjectiveKind | None:
+        """Which objective is set; None where nothing lossy needs one."""
+        kinds: tuple[ObjectiveKind, ...] = ("budget", "rank", "density")
+        return next((kind for kind in kinds if getattr(self, kind) is not None), None)
+
+    @model_validator(mode="after")
+    def _at_most_one(self) -> Objective:
+        given = [name for name in ("budget", "rank", "density") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise conflict(f"expected one objective, found {' and '.join(given)}", given[1])
+        return self
+
+
+class Delta(_Model):
+    """How a delta is stored. `factors` belongs to lowrank (default int4), `values` to sparse (default bf16)."""
+
+    codec: CodecName = "lowrank"
+    factors: FactorType | None = None
+    values: ValueType | None = None
+
+    @model_validator(mode="after")
+    def _own_options_only(self) -> Delta:
+        if self.factors is not None and self.codec != "lowrank":
+            raise conflict(f"factors is an option of lowrank, and the codec is {self.codec}", "factors")
+        if self.values is not None and self.codec != "sparse":
+            raise conflict(f"values is an option of sparse, and the codec is {self.codec}", "values")
+        if self.codec == "lowrank":
+            self._settle(factors=self.factors or "int4")
+        if self.codec == "sparse":
+            self._settle(values=self.values or "bf16")
+        return self
+
+
+class DeltaRule(Delta):
+    """A codec for the tensors whose name fits one of the globs; `rank` fixes the rank of a lowrank rule."""
+
+    match: Globs
+    codec: CodecName
+    rank: Rank | None = None
+
+    @model_validator(mode="after")
+    def _rank_needs_lowrank(self) -> DeltaRule:
+        if self.rank is not None and self.codec != "lowrank":
+            raise conflict(f"rank is an option of lowrank, and the codec is {self.codec}", "rank")
+        return self
+
+    @property
+    def needs_objective(self) -> bool:
+        return self.codec in LOSSY and self.rank is None
+
+
+class Deltas(_Model):
+    """The default codec and the exceptions to it; the first rule that fits a name holds."""
+
+    default: Delta = Delta()
+    rules: tuple[DeltaRule, ...] = ()
+
+    def fallback(self) -> DeltaRule:
+        """The default as the rule that fits every name."""
+        return DeltaRule(match=("*",), **self.default.model_dump())
+
+
+class Output(_Model):
+    """How files are cut; `shard_size` in bytes."""
+
+    shard_size: Bytes = 2_000_000_000
+
+
+class Limits(_Model):
+    """Bytes of memory and disk to stay under; None asks the machine. They never change the bytes written."""
+
+    max_ram: Bytes | None = None
+    max_disk: Bytes | None = None
+
+
+class Recipe(_Model):
+    """An effective recipe: defaults filled in, cross checks passed."""
+
+    schema_: Annotated[Literal["mfs.recipe/1"], Field(alias="schema")] = SCHEMA
+    about: About | None = None
+    base: Base = Base()
+    objective: Objective = Objective()
+    deltas: Deltas = Deltas()
+    output: Output = Output()
+    limits: Limits = Limits()
+    seed: Annotated[StrictInt, Field(ge=0, lt=2**63)] = 0
+
+    @model_validator(mode="after")
+    def _objective_fits_codecs(self) -> Recipe:
+        rules: list[tuple[DeltaRule, Path]] = [
+            (rule, ("deltas", "rules", i, "codec")) for i, rule in enumerate(self.deltas.rules)
+        ]
+        rules.append((self.deltas.fallback(), ("deltas", "default", "codec")))
+        users = [(rule, path) for rule, path in rules if rule.needs_objective]
+        kind = self.objective.kind
+        if kind is None:
+            if users:
+                self._settle(objective=Objective(budget=DEFAULT_BUDGET))
+            return self
+        if not users:
+            raise conflict(f"the codec {self.deltas.default.codec} takes no objective, found {kind}", "objective", kind)
+        wanted = {"rank": "lowrank", "density": "sparse"}.get(kind)
+        for rule, path in users:
+            if wanted is not None and rule.codec != wanted:
+                raise conflict(f"the objective {kind} needs the codec {wanted}, found {rule.codec}", *path)
+        return self
+
+    def canonical(self) -> dict[str, Any]:
+        """The effective recipe as plain JSON, for the manifest and the fingerprint.
+
+        Without `limits`, which must not change the bytes written, and without `about`, which is prose.
+        """
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"limits", "about"})

@@ -1,0 +1,37 @@
+"""Settings and families that all tests share."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    from checkpoints import Family
+
+# Before anybody imports torch: the machines that run this have two cores and several workers.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+settings.register_profile("mfs", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("mfs")
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """A tied base with the variants math (low rank, two shards), code (dense) and vocab (two more tokens)."""
+    from checkpoints import make_family
+
+    return make_family(tmp_path_factory.mktemp("tied"), tie=True)
+
+
+@pytest.fixture(scope="session")
+def untied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """The same with a head apart from the embeddings."""
+    from checkpoints import make_family
+
+    return make_family(tmp_path_factory.mktemp("untied"), tie=False)
