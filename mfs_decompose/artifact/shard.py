@@ -115,6 +115,7 @@ def write_shard(
     chunks: Iterable[bytes | memoryview],
     metadata: Mapping[str, str],
     *,
+    header: bytes | None = None,
     progress: ProgressSink | None = None,
 ) -> FileRecord:
     """Write a shard whose data arrives in pieces of any size, and hash it on the way.
@@ -124,13 +125,15 @@ def write_shard(
         entries: what the shard holds, in the order in which `chunks` delivers the bytes.
         chunks: the data of all entries, one after the other; each piece is used before the next one is asked for.
         metadata: text for `__metadata__` beside `format`.
+        header: the first bytes of the file, to be written as they stand: those of an original that is written again.
 
     Raises:
         ResourceShortage: the disk is full; nothing is left under `path`.
     """
     sink = progress or NullSink()
     plan = ShardPlan(tuple(entries), metadata)
-    header, size = plan.header(), plan.size
+    header = plan.header() if header is None else header
+    size = len(header) + plan.data_bytes
     digest = sha256(header)
     with atomic_output(path, size) as output:
         output.write(header)

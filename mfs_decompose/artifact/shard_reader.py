@@ -9,6 +9,7 @@ from pathlib import Path
 from mfs_decompose.artifact.files import open_regular
 from mfs_decompose.artifact.layout import SCHEMA
 from mfs_decompose.artifact.records import BaseRecord, VariantRecord
+from mfs_decompose.artifact.shard import Entry, ShardPlan
 from mfs_decompose.errors import ArtifactInvalid, MfsError
 from mfs_decompose.source.folder import resolve_inside
 from mfs_decompose.source.header import ShardHeader, read_shard_header
@@ -45,7 +46,7 @@ def check_variant_shard(variant: VariantRecord, index: int, header: ShardHeader)
         ArtifactInvalid: naming the shard and, where it is one tensor's fault, the tensor.
     """
     name = variant.shards[index]
-    _check_metadata(name, header.metadata, shard_metadata(variant.id, index + 1))
+    _check_own_header(name, header, shard_metadata(variant.id, index + 1))
     found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in header.tensors}
     for tensor, record in variant.tensors.items():
         if record.blob and record.blob.shard == index:
@@ -67,7 +68,7 @@ def check_base_shard(base: BaseRecord, index: int, header: ShardHeader) -> None:
     """
     name = base.shards[index]
     if base.source is None:
-        _check_metadata(name, header.metadata, shard_metadata("base", index + 1))
+        _check_own_header(name, header, shard_metadata("base", index + 1))
     elif header.sha256 != base.source.shards[index].header_sha256:
         raise ArtifactInvalid(f"expected the source's header in {name}, found another", hint=_AGAIN)
 
@@ -108,7 +109,13 @@ def read_range(path: Path, start: int, count: int) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _check_metadata(name: str, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+def _check_own_header(name: str, header: ShardHeader, expected: Mapping[str, str]) -> None:
+    """A shard that we wrote says whose it is, and its header has the one spelling we give it."""
     for key, value in expected.items():
-        if found.get(key) != value:
-            raise ArtifactInvalid(f"expected {key} {value!r} in {name}, found {found.get(key)!r}", hint=_AGAIN)
+        if header.metadata.get(key) != value:
+            raise ArtifactInvalid(
+                f"expected {key} {value!r} in {name}, found {header.metadata.get(key)!r}", hint=_AGAIN
+            )
+    entries = tuple(Entry(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in header.tensors)
+    if header.raw != ShardPlan(entries, expected).header():
+        raise ArtifactInvalid(f"expected the header of {name} as mfs writes it, found another spelling", hint=_AGAIN)

@@ -23,6 +23,7 @@ from mfs_decompose.artifact.records import (
     VariantRecord,
 )
 from mfs_decompose.artifact.shard import Entry, split_into_shards, write_shard
+from mfs_decompose.artifact.shard_reader import shard_metadata
 from mfs_decompose.artifact.writer import finish_artifact, store_content
 from mfs_decompose.codec.registry import is_exact
 from mfs_decompose.codec.tree import CodecNode
@@ -85,7 +86,11 @@ def finish(
 
 
 def _write_shards(
-    workspace: Workspace, plan: Plan, number: int, pieces: Mapping[str, Piece], progress: ProgressSink
+    workspace: Workspace,
+    plan: Plan,
+    number: int,
+    pieces: Mapping[str, Piece],
+    progress: ProgressSink,
 ) -> tuple[list[FileRecord], dict[str, Blob]]:
     """One entry for each tensor that needs bytes, in the order of their names."""
     names = sorted(pieces)
@@ -93,12 +98,15 @@ def _write_shards(
     planned = [Entry.of_bytes(entry, pieces[name].encoded.nbytes) for entry, name in entries.items()]
     records: list[FileRecord] = []
     places: dict[str, Blob] = {}
+    owner = plan.variants[number - 1].id
     for at, shard in enumerate(split_into_shards(planned, plan.recipe.output.shard_size)):
         file = variant_shard_name(number, at + 1)
         record = workspace.done.files.get(file)
         if record is None:
             chunks = _chunks([pieces[entries[entry.name]] for entry in shard])
-            record = write_shard(workspace.folder / file, shard, chunks, {}, progress=progress)
+            record = write_shard(
+                workspace.folder / file, shard, chunks, shard_metadata(owner, at + 1), progress=progress
+            )
             workspace.record_file(record)
         records.append(record)
         places.update({entries[e.name]: Blob(shard=at, entry=e.name, nbytes=e.nbytes) for e in shard})

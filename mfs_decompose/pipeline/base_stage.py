@@ -10,6 +10,7 @@ from pathlib import Path
 from mfs_decompose.artifact.files import FileRecord, copy_file, hardlink_file
 from mfs_decompose.artifact.layout import base_shard_name
 from mfs_decompose.artifact.shard import Entry, library_order, split_into_shards, write_shard
+from mfs_decompose.artifact.shard_reader import shard_metadata
 from mfs_decompose.artifact.values import row_bytes
 from mfs_decompose.base_extraction import mean_rows
 from mfs_decompose.codec.base import block_rows
@@ -131,11 +132,10 @@ def make_mean_base(
         workspace.done.base_units = {unit for unit in workspace.done.base_units if workspace.base_path(unit).exists()}
         _run(workspace, units, work, threads, memory, progress, "base: mean")
     places = _places(workspace, units)
-    for name, entries in zip(names, shards, strict=True):
+    for number, (name, entries) in enumerate(zip(names, shards, strict=True), start=1):
         if name not in workspace.done.files:
-            workspace.record_file(
-                write_shard(workspace.folder / name, entries, _read(entries, places), {}, progress=None)
-            )
+            chunks, metadata = _read(entries, places), shard_metadata("base", number)
+            workspace.record_file(write_shard(workspace.folder / name, entries, chunks, metadata))
     for unit in units:
         workspace.base_path(unit.number).unlink(missing_ok=True)
     return [workspace.done.files[name] for name in names]

@@ -21,7 +21,7 @@ from mfs_decompose.units import format_bytes, format_fraction
 ENTRY_BYTES = 96
 """Header text of one entry of a shard: an upper bound, see artifact/shard.py."""
 
-SHARD_BYTES = 64
+SHARD_BYTES = 256
 """Length field, metadata and padding of one shard: an upper bound."""
 
 _HEADROOM = 2  # allocation may give a tensor this many times the steps of an even split

@@ -107,7 +107,7 @@ def read_shard_header(path: Path) -> ShardHeader:
         raise SourceNotFound(f"cannot read {path}: {error.strerror}") from None
     if len(raw) != 8 + length:
         raise SourceIncompatible(f"{path} changed while it was being read", hint="Run again once it is whole.")
-    metadata, tensors = _parse(path, raw, status.st_size)
+    metadata, tensors = parse_header(path, raw, status.st_size)
     digest = hashlib.sha256(raw).hexdigest()
     return ShardHeader(path.name, status.st_size, status.st_mtime_ns, raw, digest, metadata, tensors)
 
@@ -136,8 +136,13 @@ def _header_length(path: Path, head: bytes, size: int) -> int:
     return length
 
 
-def _parse(path: Path, raw: bytes, size: int) -> tuple[dict[str, str], tuple[TensorInfo, ...]]:
-    """Turn the checked-for-length header into metadata and tensors in the order of their offsets."""
+def parse_header(path: Path, raw: bytes, size: int) -> tuple[dict[str, str], tuple[TensorInfo, ...]]:
+    """The metadata, and the tensors in the order of their offsets, from the first bytes of a shard of `size` bytes.
+
+    Raises:
+        SourceNotFound: the shard is shorter than its header says.
+        SourceIncompatible: the header is none, or unsafe.
+    """
     try:
         header = parse_strict_object(raw[8:])
         metadata = _read_metadata(header.pop("__metadata__", {}))

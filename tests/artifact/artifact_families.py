@@ -142,7 +142,7 @@ def _save(folder: Path, tensors: dict[str, torch.Tensor], shards: int) -> Path:
     for number in range(shards):
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
         part = dict(list(tensors.items())[number::shards])
-        save_file(part, folder / file, {"format": "pt", "leftover": "yes"})
+        save_file(part, folder / file, {"leftover": "yes"}  # one key: the library writes several in any order)
         weight_map.update(dict.fromkeys(part, file))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder

@@ -197,8 +197,8 @@ def test_originals_are_hints(kept: Made, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"hints":[]}', '{"hints":{"base":1,"variants":2}}', '{"hints":{"base":"a\\u0000b"}}',
-             '{"hints":{},"hints":{}}', "[" * 90 + "]" * 90]
+    "text", ["", "{", "[]", "null", '{"hints":[]}', '{"hints":{"base":1,"variants":2}}',
+             '{"hints":{"base":"a\\u0000b"}}', '{"hints":{},"hints":{}}', "[" * 90 + "]" * 90]
 )  # fmt: skip
 def test_a_broken_run_record_is_only_a_missing_one(made: Made, text: str) -> None:
     (made.path / RUN).write_text(text)

@@ -107,7 +107,7 @@ def test_markup_and_control_characters_are_text() -> None:
     output.table([nasty], [[nasty]])
     output.say(nasty)
     output.error(ArtifactInvalid(nasty, hint=nasty))
-    assert out.getvalue().count(shown) == 2
+    assert out.getvalue().count(shown) == 3
     assert err.getvalue() == f"{shown}\nError: {shown}\nHint: {shown}\n"
     assert not any(c in out.getvalue() + err.getvalue() for c in "\x1b\r\x07\u202e")
 

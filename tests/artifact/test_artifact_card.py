@@ -1,0 +1,124 @@
+"""The model card: the same for the same records, and no place for markup from users."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from artifact_families import make_artifact
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mfs_decompose.artifact.card import codec_counts, escape_markdown, render_card
+from mfs_decompose.artifact.manifest import Manifest
+from mfs_decompose.artifact.reader import Family
+from mfs_decompose.codec.tree import CodecNode
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    with Family.open(make_artifact(tmp_path_factory.mktemp("card")).path) as family:
+        return family.manifest
+
+
+def hub_manifest(manifest: Manifest, repo: str) -> Manifest:
+    assert manifest.base.source is not None
+    source = manifest.base.source.model_copy(update={"kind": "hub", "repo": repo, "revision": COMMIT})
+    return manifest.model_copy(update={"base": manifest.base.model_copy(update={"source": source})})
+
+
+def front_matter(card: str) -> dict[str, object]:
+    found = yaml.safe_load(card.split("---\n")[1])
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_card_of_the_artifact_is_that_of_its_records(tmp_path: Path) -> None:
+    made = make_artifact(tmp_path)
+    with Family.open(made.path) as family:
+        manifest = family.manifest
+    assert (made.path / "README.md").read_text() == render_card(manifest.base, manifest.variants)
+
+
+def test_a_row_states_what_was_recorded(manifest: Manifest) -> None:
+    tensors = dict(manifest.variants[1].tensors)
+    tensors["embed.weight"] = tensors["embed.weight"].model_copy(update={"energy": 2.0, "error": 0.02})
+    tensors["layer.0.weight"] = tensors["layer.0.weight"].model_copy(update={"energy": 0.0})
+    update = {"tensors": tensors, "bytes": 5_120_000, "checkpoint_bytes": 102_400_000}
+    zeta = manifest.variants[1].model_copy(update=update)
+    card = render_card(manifest.base, (manifest.variants[0], zeta))
+    assert "| zeta | 5 % | 5.12 MB | 102 MB | 0.1 | identical × 4, raw × 2 |" in card
+    assert "# A family of 2 variants" in card
+    assert "mfs restore . --variant alpha --out DIR" in card
+    assert "mfs verify . --level values" in card
+
+
+def test_trees_are_named_by_their_composition(manifest: Manifest) -> None:
+    variant = manifest.variants[0]
+    tree = CodecNode("rows", children=(CodecNode("lowrank"), CodecNode("raw"))).to_json()
+    tensors = {"a": variant.tensors["position"].model_copy(update={"tree": tree}), "b": variant.tensors["position"]}
+    variant = variant.model_copy(update={"tensors": tensors})
+    assert codec_counts(variant) == {"identical": 1, "rows(lowrank+raw)": 1}
+    assert r"rows\(lowrank\+raw\) × 1" in render_card(manifest.base, (variant,))
+
+
+def test_the_base_model_is_named_when_it_is_known(manifest: Manifest) -> None:
+    assert "base_model" not in front_matter(render_card(manifest.base, manifest.variants))
+    known = hub_manifest(manifest, "org/base-1B")
+    card = render_card(known.base, known.variants)
+    assert front_matter(card) == {
+        "library_name": "mfs_decompose",
+        "tags": ["mfs-family", "delta-compression"],
+        "base_model": "org/base-1B",
+    }
+    assert f"at revision {COMMIT}" in card
+
+
+@pytest.mark.parametrize(
+    "repo", ['x"\nevil: yes', "a: b", "# c", "---", "[red]x[/]\x1b[2J<script>alert(1)</script>", "ü\u2028"]
+)
+def test_a_hostile_name_stays_text(manifest: Manifest, repo: str) -> None:
+    known = hub_manifest(manifest, repo)
+    card = render_card(known.base, known.variants)
+    assert front_matter(card)["base_model"] == repo
+    body = card.split("---\n", 2)[2]
+    assert "<script>" not in body
+    assert "\x1b" not in card
+    assert "evil: yes" not in card.splitlines()
+
+
+def test_a_codec_name_cannot_break_the_table(manifest: Manifest) -> None:
+    variant = manifest.variants[0]
+    odd = variant.tensors["position"].model_copy(update={"tree": {"codec": "a|b\n| evil |<i>", "version": 1}})
+    variant = variant.model_copy(update={"tensors": {"t": odd}})
+    row = next(line for line in render_card(manifest.base, (variant,)).splitlines() if line.startswith("| alpha"))
+    assert row.replace("\\|", "").count("|") == 7
+    assert "<i>" not in row.replace("\\<", "")
+
+
+@pytest.mark.parametrize(
+    ("update", "text"),
+    [
+        ({}, "was given and is in this folder"),
+        ({"mode": "mean", "source": None}, "is the mean of the variants and is in this folder"),
+        ({"store": "reference", "shards": (), "bytes": 0}, "is not in this folder"),
+    ],
+)
+def test_where_the_base_is(manifest: Manifest, update: dict[str, object], text: str) -> None:
+    assert text in render_card(manifest.base.model_copy(update=update), manifest.variants)
+
+
+def test_one_variant_is_singular(manifest: Manifest) -> None:
+    assert "# A family of 1 variant in" in render_card(manifest.base, manifest.variants[:1])
+
+
+@given(st.text(max_size=40))
+def test_escaping_leaves_one_line_without_markup(text: str) -> None:
+    escaped = escape_markdown(text)
+    assert len(escaped.splitlines()) <= 1
+    bare = escaped.replace("\\\\", "")
+    for special in "`*_{}[]<>()#+!|~&$":
+        assert bare.count(special) == bare.count("\\" + special)
