@@ -35,8 +35,7 @@ def canonical_bytes(document: Any) -> bytes:
     """
     try:
         _check_values(document)
-        text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return text.encode("utf-8") + b"\n"
+        return _spell(document)
     except UnicodeEncodeError:
         raise ArtifactInvalid("expected Unicode text in JSON, found a lone surrogate") from None
     except (TypeError, ValueError, RecursionError) as error:
@@ -74,9 +73,17 @@ def load_canonical(data: bytes, what: str, limit: int) -> Any:
         ArtifactInvalid: it is not JSON within the limits, or has another spelling.
     """
     document = load_strict(data, what, limit)
-    if canonical_bytes(document) != data:
+    if not is_canonical(document, data):
         raise ArtifactInvalid(f"expected canonical JSON in {what}, found another spelling: it was edited or damaged")
     return document
+
+
+def is_canonical(document: Any, data: bytes) -> bool:
+    """Whether `data`, from which `load_strict` made `document`, is its canonical spelling."""
+    try:
+        return _spell(document) == data
+    except UnicodeEncodeError:  # an escaped lone surrogate, which canonical JSON has no spelling for
+        return False
 
 
 def digest_of(document: Mapping[str, Any]) -> str:
@@ -85,12 +92,17 @@ def digest_of(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_bytes(body)).hexdigest()
 
 
+def _spell(document: Any) -> bytes:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8") + b"\n"
+
+
 def _check_values(document: Any) -> None:
     """Refuse what `json.dumps` would spell silently: keys that are not text, and integers others cannot read."""
     pending = [document]
     while pending:
         value = pending.pop()
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             if not all(type(key) is str for key in value):
                 raise TypeError("a key is not text")
             pending.extend(value.values())

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from mfs_decompose.artifact.canonical import canonical_bytes, digest_of, load_strict
+from mfs_decompose.artifact.canonical import canonical_bytes, digest_of, is_canonical, load_strict
 from mfs_decompose.artifact.crosscheck import crosscheck
 from mfs_decompose.artifact.layout import MANIFEST, MAX_MANIFEST_BYTES, SCHEMA
 from mfs_decompose.artifact.records import (
@@ -94,7 +94,7 @@ def load_manifest(data: bytes) -> Manifest:
     """
     document = load_strict(data, MANIFEST, MAX_MANIFEST_BYTES)
     _check_schema(document)
-    if canonical_bytes(document) != data:
+    if not is_canonical(document, data):
         raise ArtifactInvalid(f"expected canonical JSON in {MANIFEST}, found another spelling", hint=_DAMAGED)
     if document.get("digest") != digest_of(document):
         raise ArtifactInvalid(f"expected {MANIFEST} to match its own digest, found a difference", hint=_DAMAGED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -116,6 +117,8 @@ def _check_own_header(name: str, header: ShardHeader, expected: Mapping[str, str
             raise ArtifactInvalid(
                 f"expected {key} {value!r} in {name}, found {header.metadata.get(key)!r}", hint=_AGAIN
             )
-    entries = tuple(Entry(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in header.tensors)
-    if header.raw != ShardPlan(entries, expected).header():
+    entries = {t.name: Entry(t.name, t.dtype, t.shape, t.nbytes) for t in header.tensors}
+    # In the order they were written: offsets do not order tensors without bytes.
+    written = tuple(entries[key] for key in json.loads(header.raw[8:]) if key != "__metadata__")
+    if header.raw != ShardPlan(written, expected).header():
         raise ArtifactInvalid(f"expected the header of {name} as mfs writes it, found another spelling", hint=_AGAIN)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from mfs_decompose.artifact.canonical import load_strict
 from mfs_decompose.artifact.files import read_small_file
 from mfs_decompose.artifact.layout import MANIFEST, content_name
 from mfs_decompose.artifact.manifest import Manifest
-from mfs_decompose.artifact.records import BaseRecord, SourceRecord, VariantRecord
+from mfs_decompose.artifact.records import BaseRecord, SourceRecord, SourceShard, VariantRecord
 from mfs_decompose.artifact.report import Problem
 from mfs_decompose.artifact.shard_reader import check_base_shard, check_base_tensors, check_variant_shard, read_header
 from mfs_decompose.artifact.trees import read_tree
-from mfs_decompose.errors import ArtifactInvalid
+from mfs_decompose.errors import ArtifactInvalid, SourceIncompatible, SourceNotFound
 from mfs_decompose.source import dtypes
-from mfs_decompose.source.header import MAX_HEADER_BYTES, ShardHeader
+from mfs_decompose.source.header import MAX_HEADER_BYTES, ShardHeader, parse_header
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
 """Tensor name -> (dtype, shape)."""
 
-_HEADER_PREFIX: Final = 8
+_LENGTH_BYTES: Final = 8
 
 
 def check_structure(folder: Path, manifest: Manifest, absent: set[str]) -> list[Problem]:
@@ -83,7 +82,7 @@ def _check_source(folder: Path, who: str, source: SourceRecord, recorded: Specs,
         name = content_name(shard.header_sha256)
         if name not in absent:
             with _reported(problems, name):
-                found.update(_read_stored_header(folder / name, name))
+                found.update(_read_stored_header(folder / name, name, shard))
     if problems or absent.intersection(content_name(shard.header_sha256) for shard in source.shards):
         return problems  # what is missing below would only be missing because its header is
     for tensor in sorted(name for name in found.keys() | recorded.keys() if found.get(name) != recorded.get(name)):
@@ -94,23 +93,17 @@ def _check_source(folder: Path, who: str, source: SourceRecord, recorded: Specs,
     return problems
 
 
-def _read_stored_header(path: Path, name: str) -> Specs:
+def _read_stored_header(path: Path, name: str, shard: SourceShard) -> Specs:
     try:
-        raw = read_small_file(path, _HEADER_PREFIX + MAX_HEADER_BYTES)
+        raw = read_small_file(path, _LENGTH_BYTES + MAX_HEADER_BYTES)
+        if int.from_bytes(raw[:_LENGTH_BYTES], "little") != len(raw) - _LENGTH_BYTES:
+            raise ArtifactInvalid(f"expected a source's header in {name}, found another length than it says")
+        _, tensors = parse_header(Path(name), raw, shard.size)
     except OSError as error:
         raise ArtifactInvalid(f"cannot read {name}: {error.strerror}") from None
-    if int.from_bytes(raw[:_HEADER_PREFIX], "little") != len(raw) - _HEADER_PREFIX:
-        raise ArtifactInvalid(f"expected a source's header in {name}, found another length than it says")
-    document = load_strict(raw[_HEADER_PREFIX:], name, MAX_HEADER_BYTES)
-    specs: Specs = {}
-    for tensor, entry in document.items() if isinstance(document, Mapping) else ():
-        if tensor == "__metadata__":
-            continue
-        dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, Mapping) else (None, None)
-        if not isinstance(dtype, str) or not isinstance(shape, list):
-            raise ArtifactInvalid(f"expected a source's header in {name}, found no dtype or shape for {tensor[:120]!r}")
-        specs[tensor] = (dtype, tuple(shape))
-    return specs
+    except (SourceIncompatible, SourceNotFound) as error:
+        raise ArtifactInvalid(f"expected the header of {shard.file}, found: {error.message}") from None
+    return {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
 
 
 @contextmanager

@@ -59,7 +59,8 @@ DeviceOption = Annotated[
     ),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", min=1, help="CPU threads; by default all.", rich_help_panel=MACHINE)
+    int | None,
+    typer.Option("--threads", min=1, metavar="N", help="CPU threads; by default all.", rich_help_panel=MACHINE),
 ]
 MaxRamOption = Annotated[
     str | None,

@@ -69,9 +69,10 @@ def restore(
     options: RestoreOptions | None = None,
     *,
     base: Path | None = None,
+    nested: bool = False,
     progress: ProgressSink | None = None,
 ) -> tuple[Restored, ...]:
-    """Write the checkpoints `ids` (variants, or `base`): one into `out` itself, several into `out/ID`.
+    """Write the checkpoints `ids` (variants, or `base`): one into `out` itself, several or `nested` ones into `out/ID`.
 
     Raises:
         UsageError: no such variant, or `exact` was asked for and a tensor is not.
@@ -82,7 +83,7 @@ def restore(
     wanted = list(dict.fromkeys(ids))
     with Family.open(artifact, base=base) as family, one_torch_thread():
         jobs = [_job(family, id, options) for id in wanted]
-        folders = {job.id: out if len(wanted) == 1 else out / job.id for job in jobs}
+        folders = {job.id: out if len(wanted) == 1 and not nested else out / job.id for job in jobs}
         for folder in folders.values():
             _check_free(folder, artifact)
         _check_disk(out, sum(job.nbytes for job in jobs))

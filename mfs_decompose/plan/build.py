@@ -8,6 +8,7 @@ from typing import Literal
 from mfs_decompose.codec.base import matrix_shape
 from mfs_decompose.codec.sizes import max_steps, step_bytes
 from mfs_decompose.errors import UsageError
+from mfs_decompose.plan.cap import ENTRY_BYTES, SHARD_BYTES, Need, check_caps, smallest_cap
 from mfs_decompose.plan.model import Item, Plan, VariantPlan
 from mfs_decompose.plan.units import cut_units
 from mfs_decompose.recipe.choose import choose, unmatched_rules
@@ -16,13 +17,6 @@ from mfs_decompose.source.align import Alignment, Member, TensorGroup
 from mfs_decompose.source.checkpoint import Checkpoint
 from mfs_decompose.source.dtypes import is_float
 from mfs_decompose.source.header import TensorSpec
-from mfs_decompose.units import format_bytes, format_fraction
-
-ENTRY_BYTES = 96
-"""Header text of one entry of a shard: an upper bound, see artifact/shard.py."""
-
-SHARD_BYTES = 256
-"""Length field, metadata and padding of one shard: an upper bound."""
 
 _HEADROOM = 2  # allocation may give a tensor this many times the steps of an even split
 
@@ -49,11 +43,18 @@ def build_plan(
     rules = {name: choose(recipe, name) for name in names}
     items: list[Item] = []
     plans: list[VariantPlan] = []
+    needs: list[Need] = []
     for checkpoint in sorted(variants, key=lambda variant: variant.id):
-        own = [_item(group, member, rules[group.name]) for group, member in _members(alignment, checkpoint.id)]
-        plan = _variant_plan(recipe, checkpoint, own)
-        items.extend(_size(item, recipe, rules[item.name], _even_steps(own, rules, plan)) for item in own)
+        planned = [_item(group, member, rules[group.name]) for group, member in _members(alignment, checkpoint.id)]
+        plan = _variant_plan(recipe, checkpoint, planned)
+        even = _even_steps(planned, rules, plan)
+        own = [_size(item, recipe, rules[item.name], even) for item in planned]
+        items.extend(own)
         plans.append(plan)
+        if plan.cap is not None:
+            needs.append(_need(plan, plan.cap, own, recipe.output.shard_size))
+    if recipe.objective.budget is not None:
+        check_caps(needs, recipe.objective.budget)
     return Plan(
         recipe=recipe,
         base_mode=base_mode,
@@ -116,27 +117,30 @@ def _variant_plan(recipe: Recipe, checkpoint: Checkpoint, items: Sequence[Item])
     total = checkpoint.tensor_bytes
     budget = recipe.objective.budget
     cap = None if budget is None else budget.cap(total)
-    # Bits that no base holds cannot turn out to be identical once they are read.
-    new = [item for item in items if item.tail_bytes and (item.base is not None or item.codec == "raw")]
-    unavoidable = sum(item.tail_bytes + ENTRY_BYTES for item in new)
-    check_cap(checkpoint.id, total, cap, unavoidable + SHARD_BYTES)
-    return VariantPlan(checkpoint.id, total, cap, unavoidable)
+    exact = [_surely_exact(item) for item in items]
+    return VariantPlan(checkpoint.id, total, cap, sum(nbytes + ENTRY_BYTES for nbytes in exact if nbytes))
 
 
-def check_cap(variant: str, checkpoint_bytes: int, cap: int | None, exact_bytes: int) -> None:
-    """Refuse a budget that what must be stored exactly exceeds.
+def _surely_exact(item: Item) -> int:
+    """Bytes that are stored exactly whatever is read: a tensor unlike the base's in shape or type is no copy of it."""
+    if item.codec == "raw":
+        return 0 if item.same_bits else item.spec.nbytes
+    return item.tail_bytes if item.base is not None else 0
 
-    Raises:
-        UsageError: naming the smallest budget that holds.
-    """
-    if cap is None or exact_bytes <= cap:
-        return
-    share = exact_bytes / checkpoint_bytes
-    raise UsageError(
-        f"the budget of {format_bytes(cap)} for variant {variant!r} does not hold what must be stored exactly, "
-        f"{format_bytes(exact_bytes)} or {format_fraction(share)} of its checkpoint",
-        hint=f"The smallest budget that holds is --budget {exact_bytes}B.",
-    )
+
+def _need(plan: VariantPlan, cap: int, items: Sequence[Item], shard_size: int) -> Need:
+    """What a cap must hold: for certain, and at most, should no tensor be the base's."""
+    entries = [item for item in items if item.lossy or item.spec.nbytes]
+    most = sum(_most_exact(item) + ENTRY_BYTES for item in entries if not item.lossy or item.fixed or item.tail_bytes)
+    least = plan.unavoidable_bytes + (SHARD_BYTES if plan.unavoidable_bytes else 0)
+    return Need(plan.id, plan.checkpoint_bytes, cap, least, smallest_cap(most, len(entries), shard_size))
+
+
+def _most_exact(item: Item) -> int:
+    if not item.lossy:
+        return item.spec.nbytes
+    fixed = item.steps if item.fixed else 0
+    return item.tail_bytes + (fixed * step_bytes(item.codec, item.matrix, item.params) if item.matrix else 0)
 
 
 def _even_steps(items: Sequence[Item], rules: Mapping[str, DeltaRule], plan: VariantPlan) -> float:

@@ -1,0 +1,44 @@
+"""A plan as `mfs decompose --dry-run --json` prints it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mfs_decompose.plan.estimate import Estimate
+from mfs_decompose.plan.model import Plan
+from mfs_decompose.provenance import free_disk
+from mfs_decompose.source.checkpoint import Checkpoint
+
+
+def summarise(
+    plan: Plan, estimate: Estimate, base: Checkpoint | None, variants: Sequence[Checkpoint], out: Path
+) -> dict[str, Any]:
+    """Plain JSON, schema `mfs.plan/1`: upper bounds in bytes, and codecs as planned before any weight is read."""
+    counts = {
+        variant.id: Counter(item.codec for item in plan.items() if item.variant == variant.id) for variant in variants
+    }
+    sources = [*variants, *([base] if base is not None else [])]
+    return {
+        "schema": "mfs.plan/1",
+        "recipe": plan.recipe.canonical(),
+        "base": {"mode": plan.base_mode, "store": plan.base_store, "bytes": estimate.base_bytes},
+        "variants": [
+            {
+                "id": variant.id,
+                "checkpoint_bytes": variant.checkpoint_bytes,
+                "max_bytes": variant.bytes,
+                "max_footprint": variant.bytes / variant.checkpoint_bytes if variant.checkpoint_bytes else 0.0,
+                "codecs": dict(sorted(counts[variant.id].items())),
+            }
+            for variant in estimate.variants
+        ],
+        "coverage": {"tensors": sum(len(source.tensors) for source in sources), "groups": plan.groups},
+        "lineage": None,
+        "read_bytes": estimate.read_bytes,
+        "peak_ram": estimate.peak_ram,
+        "disk_bytes": estimate.disk_bytes,
+        "disk_free": free_disk(out),
+    }
