@@ -41,9 +41,9 @@ CHAT_TEMPLATE = (
 )
 
 BASE = Course("base", steps=1000, lr=4e-3, seed=11, decay=0.1)
-CODE = Course("code", steps=150, lr=6e-4, seed=12)
-MATH = Course("math", steps=150, lr=2e-3, seed=13)
-CHAT = Course("chat", steps=150, lr=6e-4, seed=14)
+CODE = Course("code", steps=100, lr=1.2e-4, seed=12)
+MATH = Course("math", steps=60, lr=2e-4, seed=13)
+CHAT = Course("chat", steps=100, lr=1e-4, seed=14)
 
 
 def make_base(tokenizer: Any) -> Any:

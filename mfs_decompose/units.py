@@ -57,7 +57,8 @@ def format_bytes(count: int) -> str:
         size /= 1000
         if abs(size) < 999.5:
             return f"{size:.3g} {unit}"
-    return f"{size / 1000:.3g} TB"
+    size /= 1000
+    return f"{size:.3g} TB" if size < 999.5 else f"{size:.0f} TB"
 
 
 def format_fraction(value: float) -> str:
@@ -67,7 +68,7 @@ def format_fraction(value: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Write a duration as `8.2 s`, `3 min 05 s` or `2 h 10 min`."""
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

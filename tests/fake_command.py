@@ -34,7 +34,7 @@ def command(
     out: OutOption = None,  # type: ignore[assignment]
     threads: ThreadsOption = None,
     device: DeviceOption = "auto",
-    rank: Annotated[int, typer.Option("--rank", min=1, help="How many directions.")] = 4,
+    rank: Annotated[int, typer.Option("--rank", min=1, metavar="N", help="How many directions.")] = 4,
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on where it stopped.")] = True,
 ) -> None:
     """Make a <thing> out of others.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mfs_decompose.artifact.atomic import shortage_named
 from mfs_decompose.artifact.files import FileRecord, copy_file, hardlink_file
 from mfs_decompose.artifact.layout import base_shard_name
 from mfs_decompose.artifact.shard import Entry, library_order, split_into_shards, write_shard
@@ -113,7 +114,8 @@ def make_mean_base(
 
     def work(unit: BaseUnit, stop: Stop) -> dict[str, str]:
         digests: dict[str, str] = {}
-        with open(workspace.base_path(unit.number), "wb") as output:
+        path, size = workspace.base_path(unit.number), sum(spec.nbytes for spec in unit.tensors)
+        with shortage_named(path, size), open(path, "wb") as output:
             for spec in unit.tensors:
                 digest = hashlib.sha256()
                 for start, end in _blocks(spec):
@@ -129,7 +131,7 @@ def make_mean_base(
     shards = _mean_shards(plan)
     names = [base_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     if any(name not in workspace.done.files for name in names):
-        workspace.done.base_units = {unit for unit in workspace.done.base_units if workspace.base_path(unit).exists()}
+        workspace.done.base_units = {unit for unit in workspace.done.base_units if workspace.has_base(unit)}
         _run(workspace, units, work, threads, memory, progress, "base: mean")
     places = _places(workspace, units)
     for number, (name, entries) in enumerate(zip(names, shards, strict=True), start=1):

@@ -9,8 +9,8 @@ from mfs_decompose.codec.sizes import step_bytes
 from mfs_decompose.pipeline.encode import Choice
 from mfs_decompose.pipeline.survey import Surveyed
 from mfs_decompose.plan.allocate import Candidate, Key, allocate
-from mfs_decompose.plan.build import ENTRY_BYTES, SHARD_BYTES, check_cap
-from mfs_decompose.plan.model import Item, Plan
+from mfs_decompose.plan.cap import ENTRY_BYTES, Need, check_caps, shard_overhead, smallest_cap
+from mfs_decompose.plan.model import Item, Plan, VariantPlan
 
 
 def choose_all(plan: Plan, surveyed: Mapping[Key, Surveyed]) -> dict[Key, Choice]:
@@ -20,24 +20,47 @@ def choose_all(plan: Plan, surveyed: Mapping[Key, Surveyed]) -> dict[Key, Choice
         UsageError: what must be exact exceeds the budget of a variant.
     """
     items = {item.key: item for item in plan.items()}
+    needs: list[Need] = []
+    settled: dict[str, dict[Key, Choice]] = {}
+    for variant in plan.variants:
+        own = [items[key] for key in sorted(items) if key[0] == variant.id]
+        settled[variant.id] = _settle(own, surveyed)
+        if variant.cap is not None:
+            exact, entries = _exact(own, settled[variant.id], surveyed)
+            least = smallest_cap(exact, entries, plan.recipe.output.shard_size)
+            needs.append(Need(variant.id, variant.checkpoint_bytes, variant.cap, least, least))
+    if plan.recipe.objective.budget is not None:
+        check_caps(needs, plan.recipe.objective.budget)
     choices: dict[Key, Choice] = {}
     for variant in plan.variants:
         own = [items[key] for key in sorted(items) if key[0] == variant.id]
-        found = _settle(own, surveyed)
-        open_items = [item for item in own if item.key not in found]
-        if variant.cap is not None:
-            fixed = _exact_bytes(own, found, surveyed) + _tails(open_items) + _fixed_bytes(open_items, surveyed)
-            shards = 1 + variant.cap // max(plan.recipe.output.shard_size, 1)
-            check_cap(variant.id, variant.checkpoint_bytes, variant.cap, fixed + shards * SHARD_BYTES)
-            candidates = [_candidate(item, surveyed[item.key]) for item in open_items if not item.fixed]
-            steps = allocate(candidates, variant.cap - fixed - shards * SHARD_BYTES)
-        else:
-            steps = {}
-        for item in open_items:
-            fitted = len(surveyed[item.key].explained)
-            found[item.key] = Choice(item.codec, min(steps.get(item.key, fitted), fitted))
-        choices.update(found)
+        choices.update(_share_out(plan, variant, own, settled[variant.id], surveyed))
     return choices
+
+
+def _share_out(
+    plan: Plan, variant: VariantPlan, own: list[Item], found: dict[Key, Choice], surveyed: Mapping[Key, Surveyed]
+) -> dict[Key, Choice]:
+    """Give what is left of the cap to the items that are not settled."""
+    open_items = [item for item in own if item.key not in found]
+    steps: dict[Key, int] = {}
+    if variant.cap is not None:
+        exact, entries = _exact(own, found, surveyed)
+        left = variant.cap - exact - shard_overhead(entries, variant.cap, plan.recipe.output.shard_size)
+        steps = allocate([_candidate(item, surveyed[item.key]) for item in open_items if not item.fixed], left)
+    chosen = dict(found)
+    for item in open_items:
+        fitted = len(surveyed[item.key].explained)
+        chosen[item.key] = Choice(item.codec, min(steps.get(item.key, fitted), fitted))
+    return chosen
+
+
+def _exact(items: list[Item], found: Mapping[Key, Choice], surveyed: Mapping[Key, Surveyed]) -> tuple[int, int]:
+    """Bytes of a variant that allocation cannot change, and how many entries its shards may have."""
+    open_items = [item for item in items if item.key not in found]
+    nbytes = _exact_bytes(items, found, surveyed) + _tails(open_items) + _fixed_bytes(open_items, surveyed)
+    free = [item for item in items if item.key in found and found[item.key].codec in ("identical", "alias")]
+    return nbytes, len(items) - len(free)
 
 
 def _settle(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> dict[Key, Choice]:

@@ -2,7 +2,7 @@
 
 1  open the sources, align them, plan                      headers alone; a dry run ends here
 2  is it there already?                                    then nothing is written
-3  room for it, and kinship of the sources                 a stranger is refused by name
+3  kinship of the sources, and room for it                 a stranger is refused by name
 4  the base as stored
 5  pass 1: read, digest, fit                               journalled unit by unit
 6  allocate                                                a pure function of pass 1
@@ -15,9 +15,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mfs_decompose.artifact.atomic import shortage_named
 from mfs_decompose.artifact.card import codec_counts
 from mfs_decompose.artifact.files import FileRecord
 from mfs_decompose.artifact.layout import MANIFEST
@@ -62,6 +64,8 @@ def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -
         MfsError: with the exit code of what is wrong, see errors.py; nothing is left under the final name.
     """
     sink = progress or NullSink()
+    if request.out.name in ("", ".."):  # `.` has no name that could be given to what is finished
+        request = replace(request, out=request.out.resolve())
     prepared = prepare(request)
     for note in prepared.alignment.notes:
         sink.note(note, "warning")
@@ -80,8 +84,9 @@ def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -
     with one_torch_thread(), ExitStack() as stack:
         readers = {v.id: stack.enter_context(TensorReader(v)) for v in prepared.variants}
         base = None if prepared.base is None else stack.enter_context(TensorReader(prepared.base))
-        check_lineage(base, [readers[id] for id in sorted(readers)], prepared.alignment)
         workspace = stack.enter_context(open_workspace(request.out, facts, request.resume))
+        if workspace.done.nothing:  # else an earlier run has checked these very sources
+            check_lineage(base, [readers[id] for id in sorted(readers)], prepared.alignment)
         run = _Run(request, prepared, workspace, readers, base, device, memory, sink)
         manifest = run.finish(ToolRecord(**tool), PlatformRecord(**platform))  # type: ignore[arg-type]
         run.write_record(manifest)
@@ -141,7 +146,8 @@ class _Run:
         return records, Sources(TensorReader(stored), self.readers)
 
     def _surveyor(self) -> Surveyor:
-        return Surveyor(self.sources, self.plan.recipe.seed, self.device, self.sink.advance)
+        recipe = self.plan.recipe
+        return Surveyor(self.sources, recipe.seed, self.device, recipe.objective.budget is not None, self.sink.advance)
 
     def _survey(self) -> None:
         left = [unit for unit in self.plan.units if unit.number not in self.workspace.done.surveyed]
@@ -172,7 +178,11 @@ class _Run:
         def work(unit: Unit, stop: Stop) -> list[Encoded]:
             fits = self._fits(unit, surveyor, stop)
             blobs = self.workspace.blobs_path(unit.number)
-            with open(fits, "rb") if fits else nullcontext() as source, open(blobs, "w+b") as output:
+            with (
+                shortage_named(blobs, sum(item.spec.nbytes for item in unit.items)),
+                open(fits, "rb") if fits else nullcontext() as source,
+                open(blobs, "w+b") as output,
+            ):
                 return [self._encode_item(encoder, unit, at, source, output, stop) for at in range(len(unit.items))]
 
         def done(unit: Unit, found: list[Encoded]) -> None:
@@ -264,7 +274,7 @@ def stats_of(prepared: Prepared) -> dict[str, Any]:
 
 
 def _write_fits(surveyor: Surveyor, unit: Unit, path: Path, stop: Stop) -> list[Surveyed]:
-    with open(path, "wb") as scratch:
+    with shortage_named(path, sum(item.spec.nbytes for item in unit.items)), open(path, "wb") as scratch:
         found = surveyor.survey(unit, scratch, stop)
         empty = scratch.tell() == 0
     if empty:

@@ -55,7 +55,8 @@ def _same_source(
     if headers != [(shard.file, shard.size, shard.header_sha256) for shard in record.shards]:
         return False
     files = {sidecar.name: _digest(read_sidecar(checkpoint, sidecar)) for sidecar in checkpoint.sidecars}
-    if files != record.files:
+    index = None if checkpoint.index is None else _digest(read_sidecar(checkpoint, checkpoint.index))
+    if files != record.files or index != (None if record.index is None else record.index.sha256):
         return False
     known = stats.get(checkpoint.id) if isinstance(stats, dict) else None
     if known == [[shard.file, shard.size, shard.mtime_ns] for shard in checkpoint.shards]:

@@ -80,6 +80,8 @@ def restore(
         ArtifactInvalid: the artifact is damaged: a tensor does not have the digest it was recorded with.
     """
     options, sink = options or RestoreOptions(), progress or NullSink()
+    if out.name in ("", ".."):
+        out = out.resolve()
     wanted = list(dict.fromkeys(ids))
     with Family.open(artifact, base=base) as family, one_torch_thread():
         jobs = [_job(family, id, options) for id in wanted]

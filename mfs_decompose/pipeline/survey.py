@@ -7,8 +7,9 @@ pass 2 only cuts it to size.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
@@ -34,8 +35,8 @@ class Surveyed:
     """What pass 1 found out about one item.
 
     `energy` is ||delta||^2 over the rows that have a counterpart; `explained[i]` the part of it that step i explains.
-    `exact_bytes` is set where no lossy codec could be used: the bytes of the lossless one. `fit` and `offset` say what
-    lies in the unit's scratch file, and where.
+    `exact_bytes` are those of the lossless codec, where allocation must know them: it was chosen beside a budget, or no
+    lossy codec could be used. `fit` and `offset` say what lies in the unit's scratch file, and where.
     """
 
     sha256: str
@@ -48,7 +49,8 @@ class Surveyed:
     offset: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain JSON; not `asdict`, which would copy every step of every tensor twice."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"explained": list(self.explained)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Surveyed:
@@ -57,11 +59,12 @@ class Surveyed:
 
 @dataclass(frozen=True)
 class Surveyor:
-    """Surveys units, on a device, under a seed; thread-safe."""
+    """Surveys units, on a device, under a seed, beside a budget or not; thread-safe."""
 
     sources: Sources
     seed: int
     device: str
+    capped: bool
     advance: Advance
 
     def survey(self, unit: Unit, scratch: BinaryIO, stop: Stop) -> list[Surveyed]:
@@ -128,19 +131,21 @@ class Surveyor:
             own = own_rows(start, end)
             digest.update(tensor_bytes(own))
             self.advance((end - start) * item.spec.row_bytes)
-            nonfinite += _count_nonfinite(own)
             if base_rows is None or item.base is None or start >= item.common_rows:
+                nonfinite += _count_nonfinite(own)
                 continue
             base = base_rows(start, end)
             self.advance((end - start) * item.base.row_bytes)
             identical = identical and torch.equal(_bits(own), _bits(base))
             if is_float(item.spec.dtype) and is_float(item.base.dtype):
-                delta = delta_rows(own, base)
-                whole = bool(torch.isfinite(delta).all())
+                energy, whole = _energy(delta_rows(own, base))
+                nonfinite += 0 if whole else _count_nonfinite(own)
                 finite = finite and whole
-                norms.append(squared_norm(delta if whole else torch.nan_to_num(delta, 0.0, 0.0, 0.0)))
-        energy = 0.0 if identical else float(sum(norms))
-        return Surveyed(digest.hexdigest(), identical, nonfinite, energy), finite and not identical
+                norms.append(energy)
+            else:
+                nonfinite += _count_nonfinite(own)
+        total = 0.0 if identical else math.fsum(norms)
+        return Surveyed(digest.hexdigest(), identical, nonfinite, total), finite and not identical
 
     def _keep(self, item: Item, surveyed: Surveyed, fit: Fit | None, scratch: BinaryIO) -> Surveyed:
         if fit is None:
@@ -163,8 +168,9 @@ class Surveyor:
         )
 
     def _force(self, item: Item, surveyed: Surveyed) -> Surveyed:
-        """Where a lossy codec was wanted and none could be used, find out what the lossless one costs."""
-        if not item.lossy or surveyed.identical or surveyed.fit is not None:
+        """Find out what the lossless codec costs where allocation must know, see `Surveyed`."""
+        wanted = surveyed.fit is None if item.lossy else self.capped and item.codec == "lossless"
+        if surveyed.identical or not wanted:
             return surveyed
         sink = CountingSink()
         encode_exact(item, "lossless", self.sources, sink)
@@ -172,9 +178,17 @@ class Surveyor:
 
 
 def _describe(sha256: str, identical: bool, own: torch.Tensor, delta: torch.Tensor) -> tuple[Surveyed, bool]:
-    finite = bool(torch.isfinite(delta).all())
-    energy = squared_norm(delta if finite else torch.nan_to_num(delta, 0.0, 0.0, 0.0))
-    return Surveyed(sha256, identical, _count_nonfinite(own), energy), finite and not identical
+    energy, finite = _energy(delta)
+    nonfinite = 0 if finite else _count_nonfinite(own)
+    return Surveyed(sha256, identical, nonfinite, energy), finite and not identical
+
+
+def _energy(delta: torch.Tensor) -> tuple[float, bool]:
+    """||delta||^2 over its finite elements, and whether all are: squares of fp32 cannot overflow in fp64."""
+    energy = squared_norm(delta)
+    if math.isfinite(energy):
+        return energy, True
+    return squared_norm(torch.nan_to_num(delta, 0.0, 0.0, 0.0)), False
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from mfs_decompose.artifact.files import FileRecord
 from mfs_decompose.artifact.journal import Journal
 from mfs_decompose.artifact.layout import MANIFEST
 from mfs_decompose.artifact.lock import exclusive_lock
-from mfs_decompose.errors import ResumeRefused
+from mfs_decompose.errors import ResumeRefused, UsageError
 from mfs_decompose.plan.fingerprint import Fingerprint, changed_facets
 
 _ARTIFACT = "artifact"
@@ -33,6 +33,7 @@ class Done:
     files: dict[str, FileRecord] = field(default_factory=dict)
     base_digests: dict[str, str] = field(default_factory=dict)
     base_units: set[int] = field(default_factory=set)
+    scratch_digests: dict[int, str] = field(default_factory=dict)
     surveyed: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     fit_digests: dict[int, str] = field(default_factory=dict)
     encoded: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
@@ -41,6 +42,11 @@ class Done:
     def units(self) -> int:
         """Pieces of work that need not be done again."""
         return len(self.base_units) + len(self.surveyed) + len(self.encoded)
+
+    @property
+    def nothing(self) -> bool:
+        """Whether a run that stops here has nothing to go on from."""
+        return not self.units and not self.files
 
 
 class Workspace:
@@ -72,10 +78,15 @@ class Workspace:
 
     def record_base(self, unit: int, digests: Mapping[str, str]) -> None:
         """Digests of some tensors of the base as stored; a mean's bytes lie in `base_path`."""
-        payload = {"unit": unit, "digests": dict(digests), "sha256": _digest(self.base_path(unit))}
+        payload: dict[str, Any] = {"unit": unit, "digests": dict(digests), "sha256": _digest(self.base_path(unit))}
         self.journal.append("base", payload)
         self.done.base_units.add(unit)
         self.done.base_digests.update(digests)
+        self.done.scratch_digests[unit] = payload["sha256"]
+
+    def has_base(self, unit: int) -> bool:
+        """Whether the scratch with tensors of a mean base is there, whole."""
+        return _digest(self.base_path(unit)) == self.done.scratch_digests[unit]
 
     def record_survey(self, unit: int, items: list[dict[str, Any]]) -> None:
         """Pass 1 of a unit is done."""
@@ -110,11 +121,14 @@ def partial_folder(out: Path) -> Path:
 def open_workspace(out: Path, fingerprint: Fingerprint, resume: bool) -> Iterator[Workspace]:
     """The workspace of `out`, new or with what an earlier run left in it.
 
+    What a failed run has done stays for the next one, unless it is nothing, or the same command could never end well.
+
     Raises:
         OutputBusy: another run works on it.
         ResumeRefused: the earlier run was started from something else.
     """
     root = partial_folder(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(out.with_name(f"{out.name}.lock"), out):
         recover_replaced(out)
         if root.exists() and not resume:
@@ -124,7 +138,12 @@ def open_workspace(out: Path, fingerprint: Fingerprint, resume: bool) -> Iterato
         remove_temporaries(root)
         with Journal.open(root) as journal:
             done = _replay(root, journal, fingerprint)
-            yield Workspace(root, journal, done)
+            try:
+                yield Workspace(root, journal, done)
+            except BaseException as error:
+                if done.nothing or isinstance(error, UsageError):
+                    shutil.rmtree(root, ignore_errors=True)
+                raise
 
 
 def publish_finished(out: Path, overwrite: bool) -> None:
@@ -161,6 +180,7 @@ def _replay(root: Path, journal: Journal, fingerprint: Fingerprint) -> Done:
             # Scratch that is gone after its shard was written is no loss; the shard's line stands in the journal.
             done.base_digests.update(payload["digests"])
             done.base_units.add(payload["unit"])
+            done.scratch_digests[payload["unit"]] = payload["sha256"]
         elif line.kind == "survey":
             done.surveyed[payload["unit"]] = payload["items"]
             done.fit_digests[payload["unit"]] = payload["sha256"]
@@ -170,6 +190,8 @@ def _replay(root: Path, journal: Journal, fingerprint: Fingerprint) -> Done:
 
 
 def _publish(root: Path, out: Path, overwrite: bool) -> None:
+    if not out.is_symlink() and out.is_dir() and not any(out.iterdir()):
+        out.rmdir()  # an empty folder is as good as none
     (replace_dir if overwrite else publish_dir)(root / _ARTIFACT, out)
     shutil.rmtree(root)
 

@@ -8,7 +8,7 @@ that does not fit is filled with those that do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Key = tuple[str, str]
@@ -42,6 +42,13 @@ def allocate(candidates: Sequence[Candidate], budget: int) -> dict[Key, int]:
             continue
         left -= segment.nbytes
         steps[segment.key] = segment.first + segment.count
+    by_key = {candidate.key: candidate for candidate in candidates}
+    for segment in segments:  # the beginning of a first segment may fit where the whole of it did not
+        own = by_key[segment.key]
+        fitting = min(segment.count, (left - own.entry_bytes) // own.step_bytes)
+        if steps[segment.key] == 0 and fitting > 0:
+            left -= own.entry_bytes + fitting * own.step_bytes
+            steps[segment.key] = fitting
     return steps
 
 
@@ -66,17 +73,9 @@ def _hull(candidate: Candidate) -> list[_Segment]:
         if slope <= best:
             break
         best, count = slope, taken
-    first = _Segment(candidate.key, 0, count, candidate.entry_bytes + count * candidate.step_bytes, best)
-    rest = [
-        _Segment(candidate.key, at, 1, candidate.step_bytes, energies[at] / candidate.step_bytes)
-        for at in range(count, len(energies))
-    ]
-    return [first, *rest]
-
-
-def allocate_all(candidates: Mapping[str, Sequence[Candidate]], budgets: Mapping[str, int]) -> dict[Key, int]:
-    """`allocate` for every variant under its own budget."""
-    steps: dict[Key, int] = {}
-    for variant, own in candidates.items():
-        steps.update(allocate(own, budgets[variant]))
-    return steps
+    segments = [_Segment(candidate.key, 0, count, candidate.entry_bytes + count * candidate.step_bytes, best)]
+    for at in range(count, len(energies)):
+        # Rounding could make a later step look steeper than the one before it, which must be taken first.
+        slope = min(energies[at] / candidate.step_bytes, segments[-1].slope)
+        segments.append(_Segment(candidate.key, at, 1, candidate.step_bytes, slope))
+    return segments

@@ -57,15 +57,14 @@ def check_caps(needs: Sequence[Need], budget: Budget) -> None:
     short = [need for need in needs if not need.held]
     if not short:
         return
-    shares = [(need.least if need.held else need.most) / need.checkpoint_bytes for need in needs]
-    largest = max(need.least if need.held else need.most for need in needs)
     worst = max(short, key=lambda need: need.most / need.checkpoint_bytes)
+    wanted = [(need.least if need.held else need.most, need.checkpoint_bytes) for need in needs]
     # One byte more than the share says: the cap is rounded down.
-    percent = math.ceil((max(shares) + 1 / min(need.checkpoint_bytes for need in needs)) * 10**6) / 10**4
+    share = max((nbytes + 1) / total for nbytes, total in wanted if total)
+    smallest = f"{math.ceil(share * 10**6) / 10**4:.4f}%" if budget.share is not None else f"{max(wanted)[0]}B"
     raise UsageError(
         f"the budget of {format_bytes(worst.cap)} for variant {worst.variant!r} does not hold what must be stored "
         f"exactly, {format_bytes(worst.least)} or {format_fraction(worst.least / worst.checkpoint_bytes)} "
         "of its checkpoint",
-        hint="The smallest budget that holds is --budget "
-        + (f"{percent:.4f}%." if budget.share is not None else f"{largest}B."),
+        hint=f"The smallest budget that holds is --budget {smallest}",
     )

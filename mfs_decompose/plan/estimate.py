@@ -6,14 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mfs_decompose.codec.sizes import step_bytes
-from mfs_decompose.plan.build import ENTRY_BYTES, SHARD_BYTES
+from mfs_decompose.plan.cap import ENTRY_BYTES, SHARD_BYTES, shard_overhead
 from mfs_decompose.plan.model import Item, Plan, VariantPlan
 from mfs_decompose.source.checkpoint import Checkpoint
+from mfs_decompose.source.header import TensorSpec
+
+_STEP_TEXT = 24  # of the journal: what one step explains
+_ITEM_TEXT = 4_000  # of journal and manifest: digests, tree and name of one tensor
 
 
 @dataclass(frozen=True)
 class VariantEstimate:
-    """Most bytes a variant's shards can have: its cap, or the sum over its tensors."""
+    """Most bytes a variant's shards can have: its cap, or the sum over its tensors.
+
+    Weights that are NaN or infinite, which no lossy codec takes, are not foreseen.
+    """
 
     id: str
     bytes: int
@@ -22,7 +29,7 @@ class VariantEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Upper bounds, in bytes; `read_bytes` are of both passes."""
+    """Upper bounds, in bytes; `read_bytes` are weights: for the base as stored, and in both passes."""
 
     variants: tuple[VariantEstimate, ...]
     base_bytes: int
@@ -36,8 +43,9 @@ def estimate(plan: Plan, base: Checkpoint | None, variants: Sequence[Checkpoint]
     """Bound what will be written, read and held."""
     own = tuple(_variant(plan, variant) for variant in plan.variants)
     base_bytes = 0
+    tensors = sum(spec.nbytes for spec in plan.base_tensors.values())
     if plan.base_mode == "mean":
-        base_bytes = sum(spec.nbytes for spec in plan.base_tensors.values())
+        base_bytes = tensors + sum(_header_bytes(spec) for spec in plan.base_tensors.values())
     elif base is not None and plan.base_store == "copy":
         base_bytes = sum(shard.size for shard in base.shards)
     sources = [*variants, *([base] if base is not None else [])]
@@ -47,23 +55,26 @@ def estimate(plan: Plan, base: Checkpoint | None, variants: Sequence[Checkpoint]
     fits = sum(_fit_bytes(item) for item in plan.items())
     encoded = sum(variant.bytes for variant in own)
     largest = sorted((unit.peak_bytes for unit in plan.units), reverse=True)[:threads]
-    twice = sum(item.spec.nbytes + (item.base.nbytes if item.base else 0) for item in plan.items())
+    text = sum(_ITEM_TEXT + _STEP_TEXT * item.steps for item in plan.items())
+    stage = tensors * (len(variants) if base is None else 1)
+    again = sum(_read_again(item, plan.recipe.objective.budget is not None) for item in plan.items())
     return Estimate(
         variants=own,
         base_bytes=base_bytes,
         files_bytes=files,
-        read_bytes=sum(unit.read_bytes for unit in plan.units) + twice,
+        read_bytes=stage + sum(unit.read_bytes for unit in plan.units) + again,
         peak_ram=sum(largest),
-        disk_bytes=(2 if plan.base_mode == "mean" else 1) * base_bytes + files + 2 * encoded + fits + 1_000_000,
+        disk_bytes=(2 if plan.base_mode == "mean" else 1) * base_bytes + files + 2 * encoded + fits + text + 1_000_000,
     )
 
 
 def _variant(plan: Plan, variant: VariantPlan) -> VariantEstimate:
-    if variant.cap is not None:
-        return VariantEstimate(variant.id, min(variant.cap, variant.checkpoint_bytes), variant.checkpoint_bytes)
     items = [item for item in plan.items() if item.variant == variant.id]
-    total = sum(_most(item) + ENTRY_BYTES for item in items) + SHARD_BYTES
-    return VariantEstimate(variant.id, total, variant.checkpoint_bytes)
+    most = sum(_most(item) + ENTRY_BYTES for item in items)
+    total = most + shard_overhead(len(items), most, plan.recipe.output.shard_size)
+    return VariantEstimate(
+        variant.id, total if variant.cap is None else min(variant.cap, total), variant.checkpoint_bytes
+    )
 
 
 def _most(item: Item) -> int:
@@ -72,3 +83,17 @@ def _most(item: Item) -> int:
 
 def _fit_bytes(item: Item) -> int:
     return item.steps * step_bytes(item.codec, item.matrix, item.params) if item.matrix is not None else 0
+
+
+def _read_again(item: Item, capped: bool) -> int:
+    """Bytes read once a tensor is surveyed: to encode it (lossless beside a budget: twice), and to measure."""
+    both = item.spec.nbytes + (item.base.nbytes if item.base is not None else 0)
+    if item.lossy:
+        return both + item.tail_bytes
+    if item.codec == "raw":
+        return 2 * item.spec.nbytes
+    return (2 if capped else 1) * (both + item.spec.nbytes) + both
+
+
+def _header_bytes(spec: TensorSpec) -> int:
+    return len(spec.name.encode()) + ENTRY_BYTES + SHARD_BYTES

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from mfs_decompose import __version__
 from mfs_decompose.plan.model import Plan
-from mfs_decompose.source.checkpoint import Checkpoint
+from mfs_decompose.source.checkpoint import Checkpoint, read_sidecar
 
 Fingerprint = Mapping[str, Any]
 """Facet by name, plain JSON."""
@@ -22,8 +23,8 @@ def fingerprint(
 ) -> dict[str, Any]:
     """All that could change a byte of the artifact, by the name under which a refusal will mention it.
 
-    Sources are known by file names, sizes, times and header digests: rehashing hundreds of gigabytes before work goes
-    on would cost more than the work.
+    Weights are known by file names, sizes, times and header digests: rehashing hundreds of gigabytes before work goes
+    on would cost more than the work. The small files beside them are digested.
     """
     facets: dict[str, Any] = {
         "the version of mfs": __version__,
@@ -47,7 +48,8 @@ def changed_facets(before: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    beside = [*checkpoint.sidecars, *([checkpoint.index] if checkpoint.index is not None else [])]
     return {
         "shards": [[shard.file, shard.size, shard.mtime_ns, shard.sha256] for shard in checkpoint.shards],
-        "files": [[sidecar.name, sidecar.size] for sidecar in checkpoint.sidecars],
+        "files": [[file.name, sha256(read_sidecar(checkpoint, file)).hexdigest()] for file in beside],
     }

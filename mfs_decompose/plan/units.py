@@ -67,15 +67,17 @@ def _cost(kind: UnitKind, items: Sequence[Item]) -> int:
 
 
 def _read_bytes(kind: UnitKind, items: Sequence[Item]) -> int:
-    """Bytes of weights that pass 1 reads: each variant's tensor, and the base's once for each run of one tensor."""
+    """Bytes of weights that pass 1 reads: each variant's tensor, and the base's; in a batch once for all variants."""
     passes = 1
     if kind == "blocks":
         matrix = items[0].matrix
         assert matrix is not None
         passes = 1 + read_passes(items[0].codec, matrix, items[0].steps)
     own = sum(item.spec.nbytes for item in items)
-    bases = {item.base.name: item.base.nbytes for item in items if item.base is not None}
-    return passes * (own + sum(bases.values()))
+    bases = [item.base for item in items if item.base is not None]
+    if kind == "batch":
+        bases = list({base.name: base for base in bases}.values())
+    return passes * (own + sum(base.nbytes for base in bases))
 
 
 def peak_bytes(kind: UnitKind, items: Sequence[Item]) -> int:

@@ -64,6 +64,7 @@ def make_sources(root: Path) -> Made:
         "norm.weight": draw(7).half(),
         "position": torch.tensor(9),
         "empty": torch.zeros(0, 4),
+        "also.empty": torch.zeros(5, 0),
     }
     zeta = {**base, "layer.0.weight": draw(5, 3).bfloat16(), "embed.weight": draw(13, 3).bfloat16()}
     alpha = {**base, "layer.1.weight": draw(3, 7), "head.weight": draw(2, 3).bfloat16()}
@@ -142,7 +143,7 @@ def _save(folder: Path, tensors: dict[str, torch.Tensor], shards: int) -> Path:
     for number in range(shards):
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
         part = dict(list(tensors.items())[number::shards])
-        save_file(part, folder / file, {"leftover": "yes"}  # one key: the library writes several in any order)
+        save_file(part, folder / file, {"leftover": "yes"})  # one key: the library writes several in any order
         weight_map.update(dict.fromkeys(part, file))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder

@@ -50,7 +50,7 @@ def test_a_row_states_what_was_recorded(manifest: Manifest) -> None:
     update = {"tensors": tensors, "bytes": 5_120_000, "checkpoint_bytes": 102_400_000}
     zeta = manifest.variants[1].model_copy(update=update)
     card = render_card(manifest.base, (manifest.variants[0], zeta))
-    assert "| zeta | 5 % | 5.12 MB | 102 MB | 0.1 | identical × 4, raw × 2 |" in card
+    assert "| zeta | 5 % | 5.12 MB | 102 MB | 0.1 | identical × 5, raw × 2 |" in card
     assert "# A family of 2 variants" in card
     assert "mfs restore . --variant alpha --out DIR" in card
     assert "mfs verify . --level values" in card

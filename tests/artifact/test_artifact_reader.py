@@ -18,19 +18,6 @@ from mfs_decompose.artifact.reader import Family
 from mfs_decompose.errors import ArtifactInvalid, SourceIncompatible, SourceNotFound, UsageError
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """An artifact that tests read and never write."""
-    return make_artifact(tmp_path_factory.mktemp("kept"), hints=True)
-
-
-@pytest.fixture
-def made(tmp_path: Path, kept: Made) -> Made:
-    """A copy that a test may damage."""
-    shutil.copytree(kept.path.parent, tmp_path / "copy")
-    return Made(tmp_path / "copy" / "family", kept.base, kept.variants)
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):

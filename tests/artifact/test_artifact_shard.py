@@ -123,6 +123,16 @@ def test_chunks_are_used_one_at_a_time(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes().endswith(b"\0\0\0\0\1\1\1\1\2\2\2\2")
 
 
+def test_the_header_of_an_original_is_written_as_it_stood(tmp_path: Path) -> None:
+    text = b'{ "a" : {"shape":[4],"data_offsets":[0,4],"dtype":"U8"}}  '
+    header = len(text).to_bytes(8, "little") + text
+    record = write_shard(tmp_path / "x", [Entry.of_bytes("a", 4)], [b"1234"], {"ignored": "x"}, header=header)
+    assert (tmp_path / "x").read_bytes() == header + b"1234"
+    assert record.sha256 == hashlib.sha256(header + b"1234").hexdigest()
+    with safe_open(tmp_path / "x", "pt") as shard:
+        assert shard.get_tensor("a").tolist() == [49, 50, 51, 52]
+
+
 @pytest.mark.parametrize("chunks", [[b"123"], [b"1234", b"5"], []])
 def test_a_stream_of_another_length_is_a_bug_and_publishes_nothing(tmp_path: Path, chunks: list[bytes]) -> None:
     with pytest.raises(AssertionError, match="were planned"):

@@ -40,8 +40,17 @@ def environment(**extra: str) -> dict[str, str]:
 def start(*words: str, **extra: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**extra),
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**extra),
+        preexec_fn=heed_interrupts,
+    )
+
+
+def heed_interrupts() -> None:
+    """A runner in the background may have left SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_the_commands_of_this_version() -> None:

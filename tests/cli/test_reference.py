@@ -26,8 +26,8 @@ def test_options_are_tables_by_panel(page: str) -> None:
     assert (
         "| Arguments | | default |\n|---|---|---|\n| `ARTIFACT` | Folder of a family artifact. | required |\n" in page
     )
-    assert "| `--variants`, `-V` ID=REF | Fine-tunes [a\\|b]; takes several. |  |" in page
-    assert "| `--rank` INTEGER | How many directions. | `4` |" in page
+    assert "| `-V`, `--variants` ID=REF | Fine-tunes [a\\|b]; takes several. |  |" in page
+    assert "| `--rank` N | How many directions. | `4` |" in page
     assert "| `--resume`, `--no-resume` | Go on where it stopped. | `--resume` |" in page
     assert "| `--device` NAME | auto (cuda where there is one), cpu, cuda or cuda:N. | `auto` |" in page
     assert "| `--json` | Print one JSON document on stdout. |  |" in page

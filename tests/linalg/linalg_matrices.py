@@ -11,7 +11,9 @@ def generator(seed: int) -> torch.Generator:
 
 def orthonormal(rows: int, columns: int, seed: int) -> torch.Tensor:
     """An fp64 [rows, columns] matrix with orthonormal columns."""
-    return torch.linalg.qr(torch.randn(rows, columns, generator=generator(seed), dtype=torch.float64))[0]
+    drawn = torch.randn(rows, columns, generator=generator(seed), dtype=torch.float64)
+    basis: torch.Tensor = torch.linalg.qr(drawn)[0]
+    return basis
 
 
 def with_spectrum(sigma: torch.Tensor, rows: int, columns: int, seed: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import math
 
 import pytest
@@ -114,7 +115,7 @@ def test_finite_values_stay_finite(dtype: torch.dtype, rounding_mode: rounding.R
     too_large = [largest * (1 + 2**-10), largest * 1.01, largest * 1e5, 1e300]
     values = torch.tensor([*too_large, *(-v for v in too_large), torch.inf, -torch.inf], dtype=torch.float64)
     rounded = round_to(values.repeat(40, 1), dtype, rounding_mode, _KEY, 0).to(torch.float64)
-    assert rounded[:, :8].abs().unique().tolist() == [largest]
+    assert set(rounded[:, :8].abs().flatten().tolist()) == {largest}
     assert torch.equal(torch.sign(rounded), torch.sign(values).repeat(40, 1))
     assert rounded[:, 8:].tolist() == [[math.inf, -math.inf]] * 40
 
@@ -150,8 +151,7 @@ def test_blocks_give_what_one_call_gives(cuts: list[int], dtype: torch.dtype, st
     whole = round_to(values, dtype, "stochastic", _KEY, start)
     edges = [0, *sorted(cuts), 331]
     parts = [
-        round_to(values[low:high], dtype, "stochastic", _KEY, start + low)
-        for low, high in zip(edges, edges[1:], strict=False)
+        round_to(values[low:high], dtype, "stochastic", _KEY, start + low) for low, high in itertools.pairwise(edges)
     ]
     assert torch.equal(torch.cat(parts), whole)
 
@@ -177,7 +177,7 @@ def test_nothing_in_nothing_out(dtype: torch.dtype) -> None:
 
 
 def test_tensors_round_independently() -> None:
-    values = torch.full((4000,), 1 + 2**-9, dtype=torch.float64)
+    values = torch.full((4000,), 1 + 2**-8, dtype=torch.float64)
     one = round_to(values, torch.bfloat16, "stochastic", rounding_key("a.weight"), 0)
     other = round_to(values, torch.bfloat16, "stochastic", rounding_key("b.weight"), 0)
     agree = float((one == other).to(torch.float64).mean())

@@ -183,6 +183,7 @@ INCOMPATIBLE: dict[str, tuple[bytes, str]] = {
     "F4 misaligned": (shard_bytes(one(dtype="F4", shape=[5]), DATA), "'F4'"),
     "dtype a number": (shard_bytes(one(dtype=8), DATA), "'8'"),
     "negative shape": (shard_bytes(one(shape=[-3]), DATA), "expected whole numbers"),
+    "two of minus one": (shard_bytes(one(shape=[-1, -1], data_offsets=[0, 1]), b"a"), "expected whole numbers"),
     "two negatives": (shard_bytes(one(shape=[-3, -1]), DATA), "expected whole numbers"),
     "float shape": (shard_bytes(one(shape=[3.0]), DATA), "expected whole numbers"),
     "bool shape": (shard_bytes(one(shape=[3, True]), DATA), "expected whole numbers"),

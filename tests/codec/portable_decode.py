@@ -1,0 +1,121 @@
+"""Decodes stored tensors and prints what came out; run on its own, in another environment than the one that encoded.
+
+`python portable_decode.py FOLDER` reads the entries that `save` wrote and prints their digests as JSON, decoded as the
+package does, and decoded with a planted fault: the low-rank product in fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mfs_decompose.codec import lowrank
+from mfs_decompose.codec.base import Fetch
+from mfs_decompose.codec.opened import OpenedTensor
+from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.linalg.quantise import dequantise
+from mfs_decompose.source.dtypes import torch_dtype
+from mfs_decompose.source.header import TensorSpec
+
+Digests = dict[str, dict[str, str]]
+"""What was decoded of each entry, by kind: its delta in fp64, served in fp32, restored in its own dtype."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored tensor with the base it is added to."""
+
+    name: str
+    spec: TensorSpec
+    node: CodecNode
+    data: bytes
+    base: bytes
+
+
+def save(folder: Path, entries: Sequence[Entry]) -> None:
+    index = []
+    for number, entry in enumerate(entries):
+        (folder / f"{number}.data").write_bytes(entry.data)
+        (folder / f"{number}.base").write_bytes(entry.base)
+        index.append([entry.name, entry.spec.dtype, entry.spec.shape, entry.node.to_json()])
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def load(folder: Path) -> list[Entry]:
+    return [
+        Entry(
+            name,
+            TensorSpec(name, dtype, tuple(shape)),
+            CodecNode.from_json(node),
+            (folder / f"{number}.data").read_bytes(),
+            (folder / f"{number}.base").read_bytes(),
+        )
+        for number, (name, dtype, shape, node) in enumerate(json.loads((folder / "index.json").read_text()))
+    ]
+
+
+def decode(entries: Sequence[Entry]) -> Digests:
+    """Decode every entry in two uneven windows, as a reader with little memory does."""
+    found: Digests = {}
+    for entry in entries:
+        base = torch.frombuffer(bytearray(entry.base), dtype=torch_dtype(entry.spec.dtype)).reshape(entry.spec.shape)
+        tensor = OpenedTensor(entry.node, _fetch(entry.data), entry.spec)
+        rows, cut = entry.spec.rows, entry.spec.rows // 3
+        windows = ((0, cut), (cut, rows))
+
+        def rows_of_base(start: int, stop: int, base: torch.Tensor = base) -> torch.Tensor:
+            return base[start:stop]
+
+        found[entry.name] = {
+            "delta": _digest(tensor.delta(*window) for window in windows),
+            "served": _digest(tensor.served(*window, rows_of_base) for window in windows),
+            "restored": _digest(tensor.restored(*window, rows_of_base) for window in windows),
+            "nearest": _digest(tensor.restored(*window, rows_of_base, rounding="nearest") for window in windows),
+        }
+    return found
+
+
+@contextmanager
+def planted_fp32_decode() -> Iterator[None]:
+    """Compute low-rank products as one would at first: in fp32."""
+
+    def rows(self: lowrank._Product, start: int, stop: int) -> torch.Tensor:
+        left = dequantise(self._u, start, stop).to(torch.float32)
+        return (left.mT @ self._v_RI.to(torch.float32)).to(torch.float64)
+
+    honest = lowrank._Product.rows
+    lowrank._Product.rows = rows  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        lowrank._Product.rows = honest  # type: ignore[method-assign]
+
+
+def decode_both_ways(entries: Sequence[Entry]) -> Mapping[str, Digests]:
+    honest = decode(entries)
+    with planted_fp32_decode():
+        return {"honest": honest, "planted": decode(entries)}
+
+
+def _fetch(data: bytes) -> Fetch:
+    return lambda offset, count: data[offset : offset + count]
+
+
+def _digest(pieces: Iterator[torch.Tensor | None]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        assert piece is not None
+        digest.update(piece.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    about = {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
+    json.dump({**about, **decode_both_ways(load(Path(sys.argv[1])))}, sys.stdout)

@@ -1,0 +1,54 @@
+"""Which codecs there are, and how others are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from mfs_decompose.codec.registry import EXACT, LOSSY, check_node, exact_codec, is_exact, lossy_codec
+from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.errors import ArtifactInvalid
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_lossy_codecs_know_their_name(name: str) -> None:
+    assert lossy_codec(name).name == name
+    check_node(CodecNode(name))
+    assert not is_exact(CodecNode(name))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_codecs_know_their_name(name: str) -> None:
+    assert exact_codec(name).name == name
+    check_node(CodecNode(name))
+    assert is_exact(CodecNode(name))
+
+
+@pytest.mark.parametrize("name", ["zipnn", "LOWRANK", "", "raw "])
+def test_an_unknown_codec_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ArtifactInvalid, match=f"found '{name}' version 1") as caught:
+        check_node(CodecNode(name))
+    assert "lowrank" in caught.value.message
+    assert caught.value.hint is not None
+    with pytest.raises(ArtifactInvalid, match=f"found '{name}'"):
+        check_node(CodecNode("rows", children=(CodecNode("raw"), CodecNode(name))))
+
+
+@pytest.mark.parametrize("name", [*LOSSY, *EXACT, "rows", "alias"])
+def test_a_newer_version_is_refused_by_name(name: str) -> None:
+    check_node(CodecNode(name, version=1))
+    with pytest.raises(ArtifactInvalid, match=f"found '{name}' version 2"):
+        check_node(CodecNode(name, version=2))
+
+
+@pytest.mark.parametrize("name", [*LOSSY, *EXACT, "alias"])
+def test_only_rows_have_children(name: str) -> None:
+    with pytest.raises(ArtifactInvalid, match=f"{name}' has nodes below it"):
+        check_node(CodecNode(name, children=(CodecNode("raw"),)))
+
+
+def test_a_composition_is_as_exact_as_its_parts() -> None:
+    raw, lossless, lowrank = CodecNode("raw"), CodecNode("lossless"), CodecNode("lowrank")
+    assert is_exact(CodecNode("rows", children=(raw, lossless)))
+    assert not is_exact(CodecNode("rows", children=(raw, lowrank)))
+    assert not is_exact(CodecNode("rows", children=(raw, CodecNode("rows", children=(lossless, lowrank)))))
+    assert not is_exact(CodecNode("alias", params={"of": "model.embed_tokens.weight"}))

@@ -1,0 +1,127 @@
+"""What one machine encodes another decodes to the same bytes, whatever its threads and its kernels.
+
+The acceptance test of "decode is exact": encoded here with two threads, decoded in processes with one thread, with
+other vector instructions in torch and with other kernels in the matrix library. A planted fp32 decode must be caught.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import portable_decode
+import pytest
+import torch
+from codec_entries import LOSSY_FORMATS, bits, fit_one, generator, store_fit
+
+from mfs_decompose.codec.base import matrix_shape
+from mfs_decompose.linalg.seeds import random_matrix
+from mfs_decompose.source.dtypes import torch_dtype
+from mfs_decompose.source.header import TensorSpec
+
+_ENVIRONMENTS = {
+    "one thread": {},
+    "plain vector instructions": {"ATEN_CPU_CAPABILITY": "default"},
+    "compatible matrix kernels": {"MKL_CBWR": "COMPATIBLE"},
+}
+_MATRIX = (300, 203)
+_TENSORS: list[tuple[str, tuple[int, ...]]] = [("BF16", (300, 203)), ("F16", (3, 100, 203))]
+_STEPS = {"lowrank": 64, "sparse": 9}
+
+
+def _make_entries() -> list[portable_decode.Entry]:
+    """Every lossy codec and format, as a matrix and as a stack of matrices, at a rank where fp32 sums are inexact."""
+    delta = random_matrix(1, *_MATRIX) * torch.logspace(0, -2, _MATRIX[1]) * 1e-2
+    entries = []
+    for codec, params in LOSSY_FORMATS:
+        fit = fit_one(codec, delta, _STEPS[codec], params)
+        assert fit.steps == _STEPS[codec]
+        stored = store_fit(codec, fit, fit.steps, params)
+        for dtype, shape in _TENSORS:
+            assert matrix_shape(shape) == _MATRIX
+            spec = TensorSpec(f"{codec}.{'.'.join(params.values())}.{dtype}", dtype, shape)
+            base = torch.randn(shape, generator=generator(2)).to(torch_dtype(dtype))
+            entries.append(portable_decode.Entry(spec.name, spec, stored.node, stored.data, bits(base)))
+    return entries
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of what was encoded here with two threads, and what it decodes to here."""
+    folder = tmp_path_factory.mktemp("portable")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        entries = _make_entries()
+        portable_decode.save(folder, entries)
+        return folder, dict(portable_decode.decode_both_ways(entries))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(here: tuple[Path, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What it decodes to in each of the other environments; their processes run side by side."""
+    script = Path(portable_decode.__file__)
+    clean = {key: value for key, value in os.environ.items() if key not in ("ATEN_CPU_CAPABILITY", "MKL_CBWR")}
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, str(script), str(here[0])],
+            env={**clean, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **changes},
+            stdout=subprocess.PIPE,
+        )
+        for name, changes in _ENVIRONMENTS.items()
+    }
+    found = {}
+    for name, process in running.items():
+        output, _ = process.communicate()
+        assert process.returncode == 0
+        found[name] = json.loads(output)
+    return found
+
+
+def test_what_was_saved_is_what_is_loaded(here: tuple[Path, dict[str, Any]]) -> None:
+    assert [entry.spec.name for entry in portable_decode.load(here[0])] == list(here[1]["honest"])
+    assert len(here[1]["honest"]) == len(LOSSY_FORMATS) * len(_TENSORS)
+
+
+def test_the_environments_are_what_they_say(elsewhere: dict[str, dict[str, Any]]) -> None:
+    assert elsewhere["one thread"]["threads"] == 1
+    assert elsewhere["plain vector instructions"]["capability"] == "DEFAULT"
+
+
+@pytest.mark.parametrize("environment", _ENVIRONMENTS)
+def test_decoding_gives_the_same_bytes(
+    here: tuple[Path, dict[str, Any]], elsewhere: dict[str, dict[str, Any]], environment: str
+) -> None:
+    found = elsewhere[environment]["honest"]
+    for name, expected in here[1]["honest"].items():
+        assert found[name] == expected, name
+
+
+def test_a_planted_fp32_decode_changes_the_delta_here(here: tuple[Path, dict[str, Any]]) -> None:
+    for name, honest in here[1]["honest"].items():
+        planted = here[1]["planted"][name]
+        assert (planted["delta"] != honest["delta"]) == name.startswith("lowrank")
+
+
+_CHOOSABLE = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.skipif(not _CHOOSABLE, reason="needs a matrix library whose kernels can be chosen")
+def test_a_planted_fp32_decode_is_caught(
+    here: tuple[Path, dict[str, Any]], elsewhere: dict[str, dict[str, Any]]
+) -> None:
+    caught = {
+        name
+        for name, expected in here[1]["planted"].items()
+        if any(found["planted"][name] != expected for found in elsewhere.values())
+    }
+    # Products of two int8 values with their scales need 30 bits; those of the other formats fit into the 24 of fp32, so
+    # that kernels can only differ by the order of their sums, which here they need not.
+    assert {f"lowrank.int8.{dtype}" for dtype, _ in _TENSORS} <= caught
+    assert all(name.startswith("lowrank") for name in caught)
