@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ from mfs_decompose.cli.options import (
     output_of,
 )
 from mfs_decompose.cli.out import Output
-from mfs_decompose.errors import Interrupted, MfsError, ResourceShortage, UsageError
+from mfs_decompose.errors import Interrupted, MfsError, OutputBusy, ResourceShortage, UsageError
 
 COMMANDS: Mapping[str, Entry] = {
     "decompose": Entry(
@@ -46,7 +47,10 @@ EXIT_SIGTERM = 128 + signal.SIGTERM
 EXIT_BROKEN_PIPE = 128 + 13
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+# Sources and artifacts are checked where they are read: what is left comes from writing.
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _COMPLETION = "_MFS_COMPLETE"
+_CHOICE = re.compile(r"Value error, '(.*)' is not one of (.*?)\.?$")
 
 
 def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = COMMANDS) -> int:
@@ -162,6 +166,8 @@ def _told(error: BaseException, words: Sequence[str], resumes: bool) -> MfsError
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         where = f": {error.filename}" if error.filename else ""
         return ResourceShortage(f"no space left on the disk{where}", hint="free some space and run the command again")
+    if isinstance(error, OSError) and error.errno in _NOT_ALLOWED and error.filename:
+        return OutputBusy(f"no access to {error.filename}: {error.strerror}", hint="choose another place")
     if isinstance(error, MemoryError):
         return ResourceShortage("not enough memory", hint="give --max-ram less, or the machine more")
     words_of_it = " ".join(str(error).split()) or "no message"
@@ -175,6 +181,7 @@ def _usage(error: Any, words: Sequence[str]) -> UsageError:
     """A mistake that Typer found, in our words; `error` may carry possibilities, a parameter and a context."""
     message = " ".join((error.message if hasattr(error, "possibilities") else error.format_message()).split())
     message = message.replace("Input should be", "expected").partition(", unable to parse")[0]
+    message = _CHOICE.sub(r"expected one of \2, found '\1'", message)
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     hint = f"{context.command_path} --help shows what it takes" if context is not None else "see mfs --help"
     if getattr(error, "possibilities", None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -23,6 +23,7 @@ from mfs_decompose.cli.options import (
 )
 from mfs_decompose.cli.out import Output
 from mfs_decompose.cli.progress import make_sink
+from mfs_decompose.errors import OutputBusy
 
 if TYPE_CHECKING:
     from mfs_decompose.fidelity.result import DriftResult
@@ -82,6 +83,9 @@ def command(
     from mfs_decompose.pipeline.device import choose_device
 
     output = output_of(ctx)
+    given = named_refs(originals or [], "--originals")
+    _check_places(out, scratch)
+    _check_ids(artifact, given)
     settings = EvalSettings(window=window, bos=bos, max_tokens=max_tokens)
     corpora = [read_corpus(one) for one in text]
     kinds: tuple[Literal["served", "restored"], ...] = ("served", "restored") if through == "both" else (through,)
@@ -94,7 +98,7 @@ def command(
             through=kinds,
             scratch=Path(folder),
             variants=None if variant is None else [variant],
-            originals=named_refs(originals or [], "--originals"),
+            originals=given,
             base=base,
             device=chosen,
         )
@@ -108,6 +112,26 @@ def command(
     show_results(output, results)
     for note in document["settings"]["notes"]:
         output.line(f"note: {note}")
+
+
+def _check_places(out: Path | None, scratch: Path | None) -> None:
+    """Refuse before hours of measuring what could not be written after them."""
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        found = "a folder" if out.is_dir() else f"no folder {out.parent}"
+        raise OutputBusy(f"expected a file to write at --out {out}, found {found}", hint="choose another --out")
+    if scratch is not None and not scratch.is_dir():
+        raise OutputBusy(
+            f"expected a folder at --scratch {scratch}, found none", hint="make it, or leave --scratch out"
+        )
+
+
+def _check_ids(artifact: Path, originals: Mapping[str, str]) -> None:
+    """An original whose id is mistyped must not be left out in silence."""
+    from mfs_decompose.artifact.reader import Family
+
+    with Family.open(artifact) as family:
+        for id in originals:
+            family.variant(id)
 
 
 def show_results(output: Output, results: Sequence[DriftResult]) -> None:

@@ -88,7 +88,7 @@ def named_refs(values: Sequence[str], option: str) -> dict[str, str]:
     refs: dict[str, str] = {}
     for value in values:
         name, equals, ref = value.partition("=")
-        if not equals or "/" in name:
+        if not equals or ("/" in name and _is_path(value)):
             name, ref = Path(os.path.abspath(value)).name, value  # noqa: PTH100 (resolve would follow links)
         if not ref:
             raise UsageError(f"{option}: expected ID=REF, found {value!r}")
@@ -104,3 +104,8 @@ def named_refs(values: Sequence[str], option: str) -> dict[str, str]:
             )
         refs[name] = ref
     return refs
+
+
+def _is_path(value: str) -> bool:
+    """Whether a value with slashes in front of its `=` is a path that has one in it, and no id with a slash."""
+    return value.startswith((".", "/")) or Path(value).exists()

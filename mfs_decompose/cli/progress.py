@@ -215,4 +215,5 @@ class BarSink(NotesSink):
 
 
 def _summary(stage: Stage, now: float) -> str:
-    return f"{format_bytes(stage.done)} in {format_duration(now - stage.began)}"
+    amount = f"{format_bytes(stage.done)} in " if stage.done or stage.total is not None else ""
+    return f"{amount}{format_duration(now - stage.began)}"

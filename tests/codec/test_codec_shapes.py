@@ -49,7 +49,7 @@ def test_a_tensor_as_a_matrix(shape: tuple[int, ...], matrix: tuple[int, int] | 
 def test_blocks_hold_about_as_many_elements_as_asked_for(shape: list[int], elements: int) -> None:
     spec = TensorSpec("w", "F32", tuple(shape))
     rows = block_rows(spec, elements)
-    row = math.prod(shape[1:])
+    row = spec.numel // max(spec.rows, 1)
     assert rows >= 1
     assert rows == 1 or rows * row <= elements
     assert (rows + 1) * max(row, 1) > elements

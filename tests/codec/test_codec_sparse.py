@@ -161,13 +161,12 @@ def test_indices_grow_when_columns_need_it(columns: int, dtype: str, values: str
     assert float((decoded - delta).abs().max()) < 3 / 254 * 1.01
 
 
-@pytest.mark.parametrize("values", _VALUES)
-def test_energy_does_not_depend_on_threads(values: str) -> None:
-    delta = torch.randn(40_000, 9, generator=generator(10))
+def test_energy_does_not_depend_on_threads() -> None:
+    delta = torch.randn(300_000, 2, generator=generator(10))
     before, found = torch.get_num_threads(), set()
-    for threads in (1, 2, 4):
+    for threads in (1, 2, 3, 4):
         torch.set_num_threads(threads)
-        fit = fit_one("sparse", delta, 1, {"values": values})
+        fit = fit_one("sparse", delta, 1, {"values": "bf16"})
         found.add((float(fit.energy).hex(), fit.total.hex()))
     torch.set_num_threads(before)
     assert len(found) == 1

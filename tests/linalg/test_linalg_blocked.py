@@ -98,6 +98,11 @@ def test_what_is_not_finite_gives_none(rows: int, columns: int, rank: int, value
 
 
 @pytest.mark.parametrize(("rows", "columns", "rank"), _SHAPES)
+def test_what_overflows_fp32_gives_none(rows: int, columns: int, rank: int) -> None:
+    assert blocked_svd(Blocks(torch.full((rows, columns), 3e38), 50), (rows, columns), rank, key=9) is None
+
+
+@pytest.mark.parametrize(("rows", "columns", "rank"), _SHAPES)
 def test_a_solver_that_does_not_converge_gives_none(
     monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, rank: int
 ) -> None:
