@@ -9,7 +9,7 @@ Writes, as transformers writes them (bf16 safetensors, tied embeddings, tokenize
   math   LoRA r=8 alpha=16 on all linear layers (PEFT), on worked solutions; merged in fp32, saved in bf16
   chat   full fine-tune on dialogues, with 2 added tokens (two more vocabulary rows) and its own chat template
 
-About ten minutes; one thread by choice: models this small do not gain from two, and the sums do not depend on it.
+About ten minutes, on one thread: on a machine with other work two were ten times slower.
 Seeds are fixed, so the same machine and versions give the same files; another machine gives another family of the same
 quality. Prints the losses and, for each variant, what demo_training.report says of text that nothing was trained on.
 """

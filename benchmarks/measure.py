@@ -68,7 +68,10 @@ def write_result(name: str, result: dict[str, Any]) -> Path:
 
 @dataclass(frozen=True)
 class Timing:
-    """One run of an entry point, imports left out. Seconds; bytes; `error` is the exception it ended with."""
+    """One run of an entry point, imports left out. Seconds; bytes; `error` is the exception it ended with.
+
+    `others` is how many cores everything else on the machine kept busy meanwhile: above 0.1 the times mean little.
+    """
 
     wall: float
     cpu: float
@@ -76,6 +79,7 @@ class Timing:
     import_seconds: float
     exit_code: int
     error: str | None
+    others: float
     log: str = field(repr=False, default="")
 
     def numbers(self) -> dict[str, Any]:
@@ -83,17 +87,29 @@ class Timing:
 
 
 def time_entry(
-    python: Path, entry: str, preload: Sequence[str], argv: Sequence[str], *, until: Path | None = None
+    python: Path,
+    entry: str,
+    preload: Sequence[str],
+    argv: Sequence[str],
+    *,
+    until: Path | None = None,
+    threads: int | None = None,
 ) -> Timing:
     """Run `module:function` with `argv` in a process of its own; the clock starts when `preload` is imported.
 
     With `until`, the clock stops when that file was written last (never later than the end), so that work which
-    fails after the result is there does not count. Dirty pages of earlier runs are synced first.
+    fails after the result is there does not count. `threads` limits the threads of torch; None leaves its default.
+    Dirty pages of earlier runs are synced first.
     """
     os.sync()
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    if threads is not None:
+        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     command = [str(python), str(ENTRY), entry, ",".join(preload), *argv]
+    before = _busy_seconds() - _own_seconds()
+    clock = time.perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    others = (_busy_seconds() - _own_seconds() - before) / (time.perf_counter() - clock)
     marked = [line for line in done.stdout.splitlines() if line.startswith("timed_entry ")]
     log = done.stdout + done.stderr
     if not marked:
@@ -102,7 +118,19 @@ def time_entry(
     started = facts.pop("started")
     if until is not None and until.exists():
         facts["wall"] = min(facts["wall"], until.stat().st_mtime - started)
-    return Timing(log=log, **facts)
+    return Timing(others=round(max(0.0, others), 3), log=log, **facts)
+
+
+def _busy_seconds() -> float:
+    """Processor seconds that the whole machine has spent on work since it started."""
+    user, nice, system = Path("/proc/stat").read_text().split(maxsplit=4)[1:4]
+    return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    """Processor seconds of this process and of the children it has waited for."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 @dataclass

@@ -10,6 +10,7 @@
     ├── ResumeRefused          15   an unfinished run was made from something else
     ├── ArtifactInvalid        20   an artifact is damaged or not one we can read
     ├── DifferencesFound       23   two things that were compared differ
+    ├── NetworkFailure         30   the Hub cannot be reached, or does not serve what it lists
     └── Interrupted           130   stopped by the user; the same command resumes
 
 A message says what was expected and what was found; the hint says what to type next.
@@ -82,6 +83,11 @@ class ArtifactInvalid(MfsError):
 class DifferencesFound(MfsError):
     exit_code = 23
     code = "differences-found"
+
+
+class NetworkFailure(MfsError):
+    exit_code = 30
+    code = "network"
 
 
 class Interrupted(MfsError):

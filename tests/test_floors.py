@@ -22,7 +22,7 @@ FLOORS = {
     "artifact": 5,
     "pipeline": 6,
     "fidelity": 7,
-    "demo": 8,
+    "api": 8, "demo": 8,
     "cli": 9,
     "__main__": 10,
 }  # fmt: skip

@@ -78,6 +78,19 @@ def write_file(path: Path, data: bytes) -> None:
         output.write(data)
 
 
+def require_writable(folder: Path) -> None:
+    """Refuse a place where nothing can be made: the nearest part of the path that exists decides.
+
+    Raises:
+        OutputBusy: it is no folder, or may not be written to.
+    """
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise OutputBusy(f"{place} is not a folder that can be written to", hint="Choose another --out.")
+
+
 def fsync_dir(folder: Path) -> None:
     """Make renames and new names in `folder` durable, where the file system can."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mfs_decompose.artifact.reader import Family
-from mfs_decompose.codec.base import Rows, block_rows
+from mfs_decompose.codec.base import DECODE_ELEMENTS, Rows, block_rows
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.events import ProgressSink
 from mfs_decompose.source.header import TensorSpec
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from mfs_decompose.codec.opened import OpenedTensor
     from mfs_decompose.linalg.rounding import Rounding
-
-DECODE_ELEMENTS = 1 << 22
-"""Elements decoded at a time, in fp64."""
 
 
 @dataclass(frozen=True)

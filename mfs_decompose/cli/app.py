@@ -39,6 +39,8 @@ COMMANDS: Mapping[str, Entry] = {
     "verify": Entry("mfs_decompose.cli.verify", "Check an artifact: structure, checksums, values.", "Check"),
     "inspect": Entry("mfs_decompose.cli.inspect", "Show what an artifact holds: bytes, errors, codecs.", "Check"),
     "eval": Entry("mfs_decompose.cli.eval", "Measure the drift of the variants on text.", "Measure"),
+    "recipe": Entry("mfs_decompose.cli.recipe", "List, show, copy and check recipes.", "Help"),
+    "doctor": Entry("mfs_decompose.cli.doctor", "Show versions, devices, memory, disk and known problems.", "Help"),
     "demo": Entry("mfs_decompose.cli.demo", "Try all of it on a small built-in family, offline.", "Try"),
 }
 

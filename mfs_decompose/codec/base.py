@@ -103,6 +103,10 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
 _THIN = 8  # below this a factorisation saves nothing over the tensor itself
 
 
+DECODE_ELEMENTS = 1 << 20
+"""Elements decoded at a time: 8 MiB in fp64, which the allocator hands out again without asking the kernel."""
+
+
 def block_rows(spec: TensorSpec, elements: int) -> int:
     """Rows along the first dimension that make a block of about `elements`; at least one."""
     return max(1, elements // max(spec.numel // max(spec.rows, 1), 1))

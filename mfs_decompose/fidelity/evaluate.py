@@ -14,12 +14,13 @@ from mfs_decompose.events import ProgressSink
 from mfs_decompose.fidelity.divergence import compare_logits
 from mfs_decompose.fidelity.figures import PairedFigures, TokenFigures
 from mfs_decompose.fidelity.model import LoadedModel, load_model, predict_windows
+from mfs_decompose.fidelity.noise import NoiseFloor, measure_noise, noise_windows
 from mfs_decompose.fidelity.residency import available_memory, group_rivals, measure_model
 from mfs_decompose.fidelity.result import DriftResult, summarise
 from mfs_decompose.fidelity.settings import EvalSettings
 from mfs_decompose.fidelity.text import Corpus
 from mfs_decompose.fidelity.tokenizer import load_encoder
-from mfs_decompose.fidelity.windows import TokenizedCorpus, Window, batches, tokenize_corpus
+from mfs_decompose.fidelity.windows import TokenizedCorpus, Window, batches, token_limit, tokenize_corpus
 
 _BASE = "base"
 _ORIGINAL = "original"
@@ -36,6 +37,8 @@ def measure_drift(
     variant: str,
     progress: ProgressSink,
     device: str = "cpu",
+    *,
+    noise: bool = True,
 ) -> list[DriftResult]:
     """Measure checkpoint folders against the folder they stand for, with the original's own tokenizer.
 
@@ -49,6 +52,7 @@ def measure_drift(
         corpora: text, under unlike names.
         variant: the id that the results carry.
         device: `cpu`, `cuda` or `cuda:i`.
+        noise: measure the noise floor too.
 
     Returns:
         A result for each corpus and candidate, corpora outermost.
@@ -72,6 +76,8 @@ def measure_drift(
     notes: dict[str, list[str]] = {text.name: [] for text in texts}
     reference = _load(original, _ORIGINAL, settings, device, progress)
     _check_reference(original, reference, texts)
+    # Before any other model is in memory: it holds the logits of one batch more than a comparison does.
+    floors = _measure_floors(reference, texts, settings, variant, progress) if noise else {}
     for group in groups:
         models = [_load(rivals[role], role, settings, device, progress) for role in group]
         progress.start(f"measure {variant}", len(models) * sum(text.text_bytes for text in texts))
@@ -87,8 +93,10 @@ def measure_drift(
             PairedFigures(_document_of(text), figures[role, text.name], figures.get((_BASE, text.name))),
             bos=encoder.bos,
             notes=tuple(notes[text.name]),
+            noise=floors.get(text.name),
+            text={**corpus.identity(), "max_tokens": token_limit(corpus, settings)},
         )
-        for text in texts
+        for text, corpus in zip(texts, corpora, strict=True)
         for role in candidates
     ]
     for said in dict.fromkeys(f"{result.corpus}: {note}" for result in results for note in result.notes):
@@ -130,8 +138,23 @@ def _check_reference(folder: Path, reference: LoadedModel, texts: Sequence[Token
     if reference.max_positions is not None and longest > reference.max_positions:
         raise UsageError(
             f"expected windows of at most the model's {reference.max_positions} positions, found {longest} tokens",
-            hint="choose a smaller window",
+            hint=f"choose a smaller one: --window {reference.max_positions}",
         )
+
+
+def _measure_floors(
+    reference: LoadedModel,
+    texts: Sequence[TokenizedCorpus],
+    settings: EvalSettings,
+    variant: str,
+    progress: ProgressSink,
+) -> dict[str, NoiseFloor]:
+    progress.start(
+        f"noise floor of {variant}", sum(window.text_bytes for text in texts for window in noise_windows(text))
+    )
+    floors = {text.name: measure_noise(reference, text, settings, progress) for text in texts}
+    progress.finish()
+    return floors
 
 
 def _measure_text(

@@ -11,7 +11,7 @@ import torch
 
 from mfs_decompose.errors import ArtifactInvalid, MfsError, ResourceShortage, SourceIncompatible, SourceNotFound
 from mfs_decompose.fidelity.quiet import quiet_transformers
-from mfs_decompose.fidelity.settings import EvalSettings
+from mfs_decompose.fidelity.settings import EvalSettings, Padding
 from mfs_decompose.fidelity.windows import Window
 
 _NAMED = 5  # tensors named in a message; the rest are counted
@@ -26,6 +26,7 @@ class LoadedModel:
         role: original, base, served or restored.
         vocabulary: token ids below this can be shown to it and asked of it.
         max_positions: the longest input its config allows; None where it does not say.
+        padding: on which side of a shorter window in a batch padding goes.
     """
 
     network: Any
@@ -33,6 +34,7 @@ class LoadedModel:
     device: str
     vocabulary: int
     max_positions: int | None
+    padding: Padding = "right"
 
 
 def load_model(folder: Path, role: str, settings: EvalSettings, device: str = "cpu") -> LoadedModel:
@@ -86,6 +88,7 @@ def load_model(folder: Path, role: str, settings: EvalSettings, device: str = "c
             if table is not None
         ),
         max_positions=getattr(network.config.get_text_config(), "max_position_embeddings", None),
+        padding=settings.padding,
     )
 
 
@@ -93,20 +96,24 @@ def load_model(folder: Path, role: str, settings: EvalSettings, device: str = "c
 def predict_windows(model: LoadedModel, batch: Sequence[Window]) -> list[torch.Tensor]:
     """Logits at the scored positions of each window: one [T, V] a window, T = len(window.targets).
 
-    Windows of unlike length are padded on the right and masked, so that no real position sees padding.
+    Windows of unlike length are padded and masked, so that no real position sees padding; padded on the left they
+    also get positions that count from their own first token.
     """
     longest = max(len(window.inputs) for window in batch)
+    firsts = [longest - len(window.inputs) if model.padding == "left" else 0 for window in batch]
     ids_BS = torch.zeros((len(batch), longest), dtype=torch.long)
     mask_BS = torch.zeros((len(batch), longest), dtype=torch.long)
-    for row, window in enumerate(batch):
-        ids_BS[row, : len(window.inputs)] = torch.tensor(window.inputs)
-        mask_BS[row, : len(window.inputs)] = 1
-    logits_BSV: torch.Tensor = model.network(
-        input_ids=ids_BS.to(model.device), attention_mask=mask_BS.to(model.device), use_cache=False
-    ).logits
+    for row, (window, first) in enumerate(zip(batch, firsts, strict=True)):
+        ids_BS[row, first : first + len(window.inputs)] = torch.tensor(window.inputs)
+        mask_BS[row, first : first + len(window.inputs)] = 1
+    inputs = {"input_ids": ids_BS.to(model.device), "attention_mask": mask_BS.to(model.device)}
+    if any(firsts):
+        inputs["position_ids"] = (mask_BS.cumsum(-1) - 1).clamp(min=0).to(model.device)
+    logits_BSV: torch.Tensor = model.network(**inputs, use_cache=False).logits
+    ends = [first + len(window.inputs) for window, first in zip(batch, firsts, strict=True)]
     return [
-        logits_BSV[row, len(window.inputs) - len(window.targets) : len(window.inputs)]
-        for row, window in enumerate(batch)
+        logits_BSV[row, end - len(window.targets) : end]
+        for row, (window, end) in enumerate(zip(batch, ends, strict=True))
     ]
 
 

@@ -10,6 +10,7 @@ from mfs_decompose.errors import UsageError
 BosPolicy = Literal["auto", "on", "off"]
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["eager", "sdpa"]
+Padding = Literal["right", "left"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class EvalSettings:
         bos: auto puts before each window what the tokenizer itself puts before a text, on its BOS token, off nothing.
         max_tokens: text tokens taken from one corpus, scored or not, from its start.
         dtype: weights and activations of the models; figures are computed in float64 whatever this is.
-        batch_size: windows in one forward pass, padded on the right and masked.
+        batch_size: windows in one forward pass, padded to the longest and masked.
+        padding: where; changes nothing beyond rounding.
         attention: eager is the default because every architecture has it.
 
     Raises:
@@ -35,6 +37,7 @@ class EvalSettings:
     max_tokens: int = 8192
     dtype: ComputeDtype = "float32"
     batch_size: int = 1
+    padding: Padding = "right"
     attention: Attention = "eager"
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,25 @@ _FIELD_HINT = "name the fields after a colon, joined by +: --text {path}:{field}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text to measure on. `name` is the file's name without its suffix; no document is blank."""
+    """Text to measure on. `name` is the file's name without its suffix; no document is blank.
+
+    `max_tokens` is this text's own limit; None leaves it to the settings.
+    """
 
     name: str
     documents: tuple[str, ...]
+    max_tokens: int | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this text from another: a digest over its documents, and sizes. Plain JSON."""
+        digest = hashlib.sha256()
+        nbytes = 0
+        for document in self.documents:
+            data = document.encode("utf-8", "surrogatepass")
+            # The length first: two documents are not one that holds both.
+            digest.update(len(data).to_bytes(8, "little") + data)
+            nbytes += len(data)
+        return {"sha256": digest.hexdigest(), "documents": len(self.documents), "bytes": nbytes}
 
 
 def read_corpus(spec: str) -> Corpus:
@@ -31,12 +47,24 @@ def read_corpus(spec: str) -> Corpus:
         UsageError: another suffix, text that is not UTF-8 or not JSON, a field that is not there, nothing to read.
     """
     path, fields = _split_spec(spec)
+    return read_corpus_file(path, fields)
+
+
+def read_corpus_file(
+    path: Path, fields: list[str] | None, *, name: str | None = None, max_tokens: int | None = None
+) -> Corpus:
+    """Read a file as `read_corpus` does, under another name where one is given.
+
+    Raises:
+        SourceNotFound, UsageError: as `read_corpus`.
+    """
     text = _read_text(path)
     suffix = path.suffix.lower()
     if suffix == ".txt":
         if fields is not None:
             raise UsageError(
-                f"expected no fields for a .txt file, found {spec!r}", hint=f"pass --text {path}, or a .jsonl file"
+                f"expected no fields for a .txt file, found {'+'.join(fields)!r} for {path}",
+                hint="leave the fields out, or name a .jsonl file",
             )
         documents = [text]
     elif suffix == ".jsonl":
@@ -49,7 +77,7 @@ def read_corpus(spec: str) -> Corpus:
     kept = tuple(document for document in documents if document.strip())
     if not kept:
         raise UsageError(f"expected text in {path}, found none")
-    return Corpus(path.stem, kept)
+    return Corpus(name or path.stem, kept, max_tokens)
 
 
 def _split_spec(spec: str) -> tuple[Path, list[str] | None]:

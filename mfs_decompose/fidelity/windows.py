@@ -69,13 +69,13 @@ class TokenizedCorpus:
 
 
 def tokenize_corpus(corpus: Corpus, encoder: TextEncoder, settings: EvalSettings) -> TokenizedCorpus:
-    """Encode documents until `settings.max_tokens` text tokens are taken, and cut them into windows.
+    """Encode documents until `token_limit` text tokens are taken, and cut them into windows.
 
     Raises:
         UsageError: nothing is left to score.
     """
     windows: list[Window] = []
-    left = settings.max_tokens
+    left = token_limit(corpus, settings)
     for index, document in enumerate(corpus.documents):
         if left <= 0:
             break
@@ -92,6 +92,11 @@ def tokenize_corpus(corpus: Corpus, encoder: TextEncoder, settings: EvalSettings
             f"expected at least 2 tokens in one document of {corpus.name}, found fewer", hint="pass longer text"
         )
     return TokenizedCorpus(corpus.name, tuple(windows))
+
+
+def token_limit(corpus: Corpus, settings: EvalSettings) -> int:
+    """Text tokens taken from a corpus at most."""
+    return settings.max_tokens if corpus.max_tokens is None else corpus.max_tokens
 
 
 def batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]:

@@ -53,6 +53,11 @@ def _round_fp16(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 
 def _repair(rounded: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if not values.numel():
+        return rounded
+    low, high = torch.aminmax(values)  # NaN if any value is
+    if max(-float(low), float(high)) <= torch.finfo(rounded.dtype).max / 2:
+        return rounded
     overflow = torch.isinf(rounded) & torch.isfinite(values)
     if bool(overflow.any()):
         largest = torch.full_like(rounded, torch.finfo(rounded.dtype).max)

@@ -14,12 +14,11 @@ from mfs_decompose.artifact.shard import Entry, library_order, split_into_shards
 from mfs_decompose.artifact.shard_reader import shard_metadata
 from mfs_decompose.artifact.values import row_bytes
 from mfs_decompose.base_extraction import mean_rows
-from mfs_decompose.codec.base import block_rows
+from mfs_decompose.codec.base import DECODE_ELEMENTS, block_rows
 from mfs_decompose.events import ProgressSink
 from mfs_decompose.pipeline.scheduler import Stop, run_units
 from mfs_decompose.pipeline.workspace import Workspace
 from mfs_decompose.plan.model import Plan
-from mfs_decompose.plan.units import DECODE_ELEMENTS
 from mfs_decompose.source.checkpoint import Checkpoint, TensorReader
 from mfs_decompose.source.dtypes import torch_dtype
 from mfs_decompose.source.header import TensorSpec, read_shard_header

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from mfs_decompose.base_extraction import delta_rows
 from mfs_decompose.codec.arrays import tensor_bytes
+from mfs_decompose.codec.base import DECODE_ELEMENTS
 from mfs_decompose.codec.opened import OpenedTensor
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.codec.truncate import truncate
@@ -20,7 +21,6 @@ from mfs_decompose.pipeline.reading import Advance, Sources, row_blocks
 from mfs_decompose.pipeline.scheduler import Stop
 from mfs_decompose.pipeline.survey import Surveyed
 from mfs_decompose.plan.model import Item
-from mfs_decompose.plan.units import DECODE_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)

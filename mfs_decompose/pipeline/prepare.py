@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
+from mfs_decompose.artifact.atomic import require_writable
 from mfs_decompose.artifact.layout import MANIFEST, RESERVED_IDS, is_variant_id
 from mfs_decompose.errors import OutputBusy, ResourceShortage, UsageError
 from mfs_decompose.pipeline.request import DecomposeRequest
@@ -102,11 +102,7 @@ def check_output(request: DecomposeRequest, sources: list[Checkpoint]) -> None:
         raise OutputBusy(
             f"expected {out} to be absent or an artifact, found a folder with other files", hint="Choose another --out."
         )
-    parent = out.parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputBusy(f"{parent} is not a folder that can be written to", hint="Choose another --out.")
+    require_writable(out.parent)
 
 
 def thread_count(request: DecomposeRequest) -> int:

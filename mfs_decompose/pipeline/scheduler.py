@@ -12,6 +12,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+from mfs_decompose.pipeline.allocator import keep_freed_memory
+
 
 class Work(Protocol):
     """Anything that says how much memory it will need."""
@@ -49,6 +51,7 @@ def one_torch_thread() -> Iterator[None]:
     """One thread for each tensor operation inside the block; what was set before afterwards."""
     import torch
 
+    keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

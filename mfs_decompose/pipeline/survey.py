@@ -16,7 +16,7 @@ import torch
 
 from mfs_decompose.base_extraction import delta_rows
 from mfs_decompose.codec.arrays import head_parts, tensor_bytes
-from mfs_decompose.codec.base import Fit
+from mfs_decompose.codec.base import DECODE_ELEMENTS, Fit
 from mfs_decompose.codec.registry import lossy_codec
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.linalg.seeds import stream_key
@@ -26,7 +26,7 @@ from mfs_decompose.pipeline.exact import CountingSink, encode_exact
 from mfs_decompose.pipeline.reading import Advance, Sources, row_blocks
 from mfs_decompose.pipeline.scheduler import Stop
 from mfs_decompose.plan.model import Item, Unit
-from mfs_decompose.plan.units import BLOCK_ELEMENTS, DECODE_ELEMENTS
+from mfs_decompose.plan.units import BLOCK_ELEMENTS
 from mfs_decompose.source.dtypes import is_float, torch_dtype
 
 
@@ -90,7 +90,7 @@ class Surveyor:
             own = raw.view(torch_dtype(item.spec.dtype)).reshape(item.spec.shape)
             base = base_raw.view(torch_dtype(item.base.dtype)).reshape(item.base.shape)
             delta = delta_rows(own[: item.common_rows], base[: item.common_rows]).reshape(item.matrix)
-            surveyed, fits = _describe(hashlib.sha256(raw.numpy().data).hexdigest(), identical, own, delta)
+            surveyed, fits = _describe(item, hashlib.sha256(raw.numpy().data).hexdigest(), identical, own, delta)
             found.append(surveyed)
             if fits:
                 deltas.append(delta)
@@ -177,9 +177,12 @@ class Surveyor:
         return Surveyed(surveyed.sha256, False, surveyed.nonfinite, surveyed.energy, exact_bytes=sink.tell())
 
 
-def _describe(sha256: str, identical: bool, own: torch.Tensor, delta: torch.Tensor) -> tuple[Surveyed, bool]:
+def _describe(
+    item: Item, sha256: str, identical: bool, own: torch.Tensor, delta: torch.Tensor
+) -> tuple[Surveyed, bool]:
     energy, finite = _energy(delta)
-    nonfinite = 0 if finite else _count_nonfinite(own)
+    # Where the delta is finite the common rows are, and only new rows are left to be looked at.
+    nonfinite = _count_nonfinite(own[item.common_rows :] if finite else own)
     return Surveyed(sha256, identical, nonfinite, energy), finite and not identical
 
 

@@ -7,6 +7,7 @@ it has made sure that it was started from the same things.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +17,10 @@ from typing import Any
 
 from mfs_decompose.artifact.atomic import publish_dir, recover_replaced, remove_temporaries, replace_dir
 from mfs_decompose.artifact.files import FileRecord
-from mfs_decompose.artifact.journal import Journal
-from mfs_decompose.artifact.layout import MANIFEST
+from mfs_decompose.artifact.journal import JOURNAL_NAME, Journal
+from mfs_decompose.artifact.layout import MANIFEST, RUN
 from mfs_decompose.artifact.lock import exclusive_lock
-from mfs_decompose.errors import ResumeRefused, UsageError
+from mfs_decompose.errors import OutputBusy, ResumeRefused, UsageError
 from mfs_decompose.plan.fingerprint import Fingerprint, changed_facets
 
 _ARTIFACT = "artifact"
@@ -129,8 +130,9 @@ def open_workspace(out: Path, fingerprint: Fingerprint, resume: bool) -> Iterato
     """
     root = partial_folder(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive_lock(out.with_name(f"{out.name}.lock"), out):
+    with exclusive_lock(_lock_file(out), out):
         recover_replaced(out)
+        _require_ours(root)
         if root.exists() and not resume:
             shutil.rmtree(root)
         for name in (_ARTIFACT, _SCRATCH):
@@ -147,13 +149,14 @@ def open_workspace(out: Path, fingerprint: Fingerprint, resume: bool) -> Iterato
 
 
 def publish_finished(out: Path, overwrite: bool) -> None:
-    """Where a run was killed between its manifest and the artifact's name, do what was left to do."""
-    root = partial_folder(out)
-    if root.exists():
-        with exclusive_lock(out.with_name(f"{out.name}.lock"), out):
-            if (root / _ARTIFACT / MANIFEST).exists():
+    """Where a run was killed between its last file, run.json, and its last step, do what was left to do."""
+    root, lock = partial_folder(out), _lock_file(out)
+    if root.exists() or lock.exists():
+        with exclusive_lock(lock, out):
+            _require_ours(root)
+            if (root / _ARTIFACT / MANIFEST).exists() and (root / _ARTIFACT / RUN).exists():
                 _publish(root, out, overwrite)
-            elif not (root / _ARTIFACT).exists():
+            elif root.exists() and not (root / _ARTIFACT).exists():
                 shutil.rmtree(root)  # published already; only the sweeping was left
 
 
@@ -167,7 +170,7 @@ def _replay(root: Path, journal: Journal, fingerprint: Fingerprint) -> Done:
     changed = changed_facets(lines[0].payload, fingerprint)
     if changed:
         raise ResumeRefused(
-            f"the unfinished run in {root} was started from something else: {', '.join(changed)} differ",
+            f"the unfinished run in {root} was started from something else; what differs: {', '.join(changed)}",
             hint="Run the earlier command again to finish it, or add --no-resume to start over.",
         )
     for line in lines[1:]:
@@ -187,6 +190,30 @@ def _replay(root: Path, journal: Journal, fingerprint: Fingerprint) -> Done:
         elif line.kind == "encode" and _digest(scratch / f"p2-{payload['unit']:06d}.bin") == payload["sha256"]:
             done.encoded[payload["unit"]] = payload["items"]
     return done
+
+
+def _require_ours(root: Path) -> None:
+    """Refuse a folder that bears the name of an unfinished run and is none: somebody's own files would be lost.
+
+    Raises:
+        OutputBusy: naming it.
+    """
+    if not os.path.lexists(root):
+        return
+    if root.is_symlink() or not root.is_dir():
+        raise OutputBusy(
+            f"{root} is in the way: unfinished work would go there", hint="Move it, or choose another --out."
+        )
+    names = {path.name for path in root.iterdir()}
+    if not names <= {_ARTIFACT, _SCRATCH, JOURNAL_NAME}:
+        raise OutputBusy(
+            f"{root} is in the way: unfinished work would go there, and it holds other files",
+            hint="Move it, or choose another --out.",
+        )
+
+
+def _lock_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.lock")
 
 
 def _publish(root: Path, out: Path, overwrite: bool) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from mfs_decompose.codec.base import DECODE_ELEMENTS
 from mfs_decompose.codec.sizes import read_passes
 from mfs_decompose.linalg.shapes import sketch_width, uses_gram
 from mfs_decompose.plan.model import Item, Unit, UnitKind
 
 BLOCK_ELEMENTS = 1 << 24
 """Elements of a row block, and of a batch: 64 MiB in fp32."""
-
-DECODE_ELEMENTS = 1 << 22
-"""Elements decoded at a time, in fp64."""
 
 _BATCH_MATRICES = 256
 _EXACT_BYTES = 1 << 26

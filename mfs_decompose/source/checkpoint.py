@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "Sidecar", "TensorReader", "open_checkpoint", "read_sidecar"]
 
-_CONFIG = "config.json"
-_MAX_CONFIG_BYTES = 4 * 2**20
+CONFIG = "config.json"
+MAX_CONFIG_BYTES = 4 * 2**20
 _REFETCH = "Fetch the file again."
 
 
@@ -61,15 +61,25 @@ def open_checkpoint(root: Path | str, id: str) -> Checkpoint:
     """
     folder = list_folder(Path(root))
     weight_map = read_weight_map(folder)
-    names = choose_shards(folder, weight_map)
-    shards = tuple(_read_header(folder.root, name) for name in names)
+    shards = tuple(_read_header(folder.root, name) for name in choose_shards(folder, weight_map))
+    return join_checkpoint(id, folder, weight_map, shards, _read_config(folder))
+
+
+def join_checkpoint(
+    id: str,
+    folder: Folder,
+    weight_map: Mapping[str, str] | None,
+    shards: tuple[ShardHeader, ...],
+    config: Mapping[str, object],
+) -> Checkpoint:
+    """A checkpoint out of what was read of it, wherever that was; raises as open_checkpoint does."""
     tensors = _join(folder.root, shards)
     if weight_map is not None:
         check_weight_map(folder, weight_map, shards)
     sidecars = tuple(sidecar for sidecar in folder.sidecars if sidecar.name != ADAPTER_CONFIG)
     dropped = {sidecar.name for sidecar in folder.sidecars} - {sidecar.name for sidecar in sidecars}
-    left_out = sorted({*folder.others, *folder.weights, *dropped} - set(names))
-    return Checkpoint(id, folder.root, shards, folder.index, tensors, sidecars, tuple(left_out), _read_config(folder))
+    left_out = sorted({*folder.others, *folder.weights, *dropped} - {shard.file for shard in shards})
+    return Checkpoint(id, folder.root, shards, folder.index, tensors, sidecars, tuple(left_out), config)
 
 
 def read_sidecar(checkpoint: Checkpoint, sidecar: Sidecar) -> bytes:
@@ -207,16 +217,25 @@ def _join(root: Path, shards: tuple[ShardHeader, ...]) -> dict[str, TensorInfo]:
 
 
 def _read_config(folder: Folder) -> dict[str, object]:
-    sidecar = next((sidecar for sidecar in folder.sidecars if sidecar.name == _CONFIG), None)
+    sidecar = next((sidecar for sidecar in folder.sidecars if sidecar.name == CONFIG), None)
     if sidecar is None:
         return {}
-    path = folder.root / _CONFIG
-    if sidecar.size > _MAX_CONFIG_BYTES:
-        found = f"expected at most {_MAX_CONFIG_BYTES} bytes, found {sidecar.size}: {path}"
+    path = folder.root / CONFIG
+    if sidecar.size > MAX_CONFIG_BYTES:
+        found = f"expected at most {MAX_CONFIG_BYTES} bytes, found {sidecar.size}: {path}"
         raise SourceIncompatible(found, hint=_REFETCH)
+    return parse_config(path, resolve_inside(folder.root, CONFIG).read_bytes())
+
+
+def parse_config(path: Path, raw: bytes) -> dict[str, object]:
+    """A config.json out of its bytes; `path` is for messages.
+
+    Raises:
+        SourceIncompatible: it is no JSON object.
+    """
     try:
         # Not the strict reader: configs of published models hold Infinity.
-        config = json.loads(resolve_inside(folder.root, _CONFIG).read_bytes())
+        config = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise SourceIncompatible(f"{path} is not JSON: {error}", hint=_REFETCH) from None
     if not isinstance(config, dict):

@@ -15,6 +15,7 @@ MAX_SIDECAR_BYTES = 64 * 2**20
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9._+-]{0,127}")
 _SIDECAR = re.compile(r".*\.(json|jinja|txt|model|tiktoken|py)|LICENSE.*|NOTICE.*|README\.md")
 _OTHER_INDEX = re.compile(r".*\.index(\.[^.]+)?\.json")  # of weights that are not read, such as pytorch_model.bin's
+_SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 _HUB_NAME = re.compile(r"(hf:/+|https?:/+huggingface\.co/)?[\w.-]+/[\w.-]+")
 
 
@@ -57,11 +58,16 @@ def list_folder(root: Path) -> Folder:
             weights.append(name)
         elif name == WEIGHT_INDEX:
             index = Sidecar(name, resolve_inside(root, name).stat().st_size)
-        elif _is_sidecar(name) and (size := resolve_inside(root, name).stat().st_size) <= MAX_SIDECAR_BYTES:
+        elif is_sidecar(name) and (size := resolve_inside(root, name).stat().st_size) <= MAX_SIDECAR_BYTES:
             sidecars.append(Sidecar(name, size))
         else:
             others.append(name)
     return Folder(root, tuple(weights), index, tuple(sidecars), tuple(others))
+
+
+def is_sidecar(name: str) -> bool:
+    """Whether a file of that name belongs to the variant."""
+    return bool(_SAFE_NAME.fullmatch(name) and _SIDECAR.fullmatch(name) and not _OTHER_INDEX.fullmatch(name))
 
 
 def require_plain_name(root: Path, name: str) -> None:
@@ -80,7 +86,7 @@ def require_plain_name(root: Path, name: str) -> None:
 def resolve_inside(root: Path, name: str) -> Path:
     """The real path of a file at the top of `root`, links followed.
 
-    A link may end inside the folder, or in the `blobs` of the Hub cache that the folder is a snapshot of.
+    A link may end inside the folder, or among the blobs of the Hub cache that the folder is a snapshot of.
 
     Raises:
         SourceNotFound: there is no such file.
@@ -92,7 +98,7 @@ def resolve_inside(root: Path, name: str) -> Path:
     except OSError as error:
         broken = " (a link that leads nowhere)" if (root / name).is_symlink() else ""
         raise SourceNotFound(f"cannot read {root / name}{broken}: {error.strerror}") from None
-    if not real.is_relative_to(home) and real.parent != _blobs(home):
+    if not real.is_relative_to(home) and not _is_blob(home, real):
         raise SourceIncompatible(
             f"{root / name} is a link to {real}, outside of the checkpoint's folder",
             hint="Copy the file into the folder.",
@@ -121,10 +127,13 @@ def _entries(root: Path) -> list[tuple[str, bool]]:
         raise SourceNotFound(f"cannot read {root}: {error.strerror}") from None
 
 
-def _is_sidecar(name: str) -> bool:
-    return bool(_SAFE_NAME.fullmatch(name) and _SIDECAR.fullmatch(name) and not _OTHER_INDEX.fullmatch(name))
+def _is_blob(home: Path, real: Path) -> bool:
+    """Whether a file is one that the Hub cache holds for `home`, which is models--org--name/snapshots/<commit>.
 
-
-def _blobs(home: Path) -> Path | None:
-    """Where the files of a Hub cache really lie: models--org--name/blobs, for models--org--name/snapshots/<commit>."""
-    return next((parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"), None)
+    It lies in models--org--name/blobs, or where files lie that several models share: blobs/<2 digits>/<hash> beside it.
+    """
+    repo = next((parent.parent for parent in home.parents if parent.name == "snapshots"), None)
+    if repo is None:
+        return False
+    is_shared = real.parent.parent == repo.parent / "blobs" and bool(_SHARED_BLOB.fullmatch(real.name))
+    return real.parent == repo / "blobs" or (is_shared and real.parent.name == real.name[:2])

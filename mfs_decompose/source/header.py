@@ -26,8 +26,7 @@ MAX_TENSORS = 1_000_000
 MAX_ELEMENTS = 2**40
 MAX_DIMS = 64  # torch's own limit
 MAX_NAME = 1024  # characters
-
-_HEAD_BYTES = 512
+HEAD_BYTES = 512
 _FRESH_COPY = "Fetch the file again, or write it again from the original weights."
 
 
@@ -100,24 +99,33 @@ def read_shard_header(path: Path) -> ShardHeader:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise SourceIncompatible(f"expected a regular file of weights, found something else: {path}")
-            head = stream.read(_HEAD_BYTES)
-            length = _header_length(path, head, status.st_size)
+            head = stream.read(HEAD_BYTES)
+            length = header_length(path, head, status.st_size)
             raw = (head + stream.read(max(0, 8 + length - len(head))))[: 8 + length]
     except OSError as error:
         raise SourceNotFound(f"cannot read {path}: {error.strerror}") from None
     if len(raw) != 8 + length:
         raise SourceIncompatible(f"{path} changed while it was being read", hint="Run again once it is whole.")
-    metadata, tensors = parse_header(path, raw, status.st_size)
-    digest = hashlib.sha256(raw).hexdigest()
-    return ShardHeader(path.name, status.st_size, status.st_mtime_ns, raw, digest, metadata, tensors)
+    return shard_header(path, raw, status.st_size, status.st_mtime_ns)
+
+
+def shard_header(path: Path, raw: bytes, size: int, mtime_ns: int) -> ShardHeader:
+    """The header whose bytes are `raw`, of a shard of `size` bytes; raises as parse_header does."""
+    metadata, tensors = parse_header(path, raw, size)
+    return ShardHeader(path.name, size, mtime_ns, raw, hashlib.sha256(raw).hexdigest(), metadata, tensors)
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # a FIFO would block until somebody writes
 
 
-def _header_length(path: Path, head: bytes, size: int) -> int:
-    """The length of the JSON, judged by the first bytes and the size of the file alone."""
+def header_length(path: Path, head: bytes, size: int) -> int:
+    """The length of the JSON, judged by the first bytes (HEAD_BYTES of them) and the size of the file alone.
+
+    Raises:
+        SourceNotFound: the file is shorter than that.
+        SourceIncompatible: it does not begin as a safetensors file does.
+    """
     length = int.from_bytes(head[:8], "little")
     begins_well = size >= 8 and length <= MAX_HEADER_BYTES and head[8:9] in (b"{", b"")
     if not begins_well and (known := recognise(head)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from mfs_decompose.errors import SourceIncompatible, SourceNotFound
 from mfs_decompose.source.folder import MAX_SIDECAR_BYTES, WEIGHT_INDEX, Folder, require_plain_name, resolve_inside
@@ -31,8 +32,17 @@ def read_weight_map(folder: Folder) -> dict[str, str] | None:
     if folder.index.size > MAX_SIDECAR_BYTES:
         found = f"expected at most {MAX_SIDECAR_BYTES} bytes, found {folder.index.size}: {path}"
         raise SourceIncompatible(found, hint=_FETCH)
+    return parse_weight_map(path, resolve_inside(folder.root, folder.index.name).read_bytes())
+
+
+def parse_weight_map(path: Path, raw: bytes) -> dict[str, str]:
+    """The map from tensor to shard out of the bytes of an index; `path` is for messages.
+
+    Raises:
+        SourceIncompatible: it is not JSON, or names files that are no safetensors.
+    """
     try:
-        weight_map = parse_strict_object(resolve_inside(folder.root, folder.index.name).read_bytes()).get("weight_map")
+        weight_map = parse_strict_object(raw).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ValueError("its weight_map is not a map from tensors to files")
         for shard in sorted(set(weight_map.values())):

@@ -97,7 +97,7 @@ RESULT = {
     "ppl_x": float,
     "ppl_base": (float, NULL),
     "ppl_ratio": float,
-    "ppl_ratio_ci": NULL,
+    "ppl_ratio_ci": (list, NULL),
     "kl_base": (float, NULL),
     "kl_mean": float,
     "kl_p99": float,

@@ -169,7 +169,7 @@ def test_a_finished_artifact_of_something_else_is_kept(family: Family, words: li
     assert (said, hint) == (f"replace {tmp_path / 'art'}: nobody is there to answer", "add --yes")
     assert tree(tmp_path) == before
     succeeded(*words, "--budget", "20%", "--overwrite", "--yes", "--out", tmp_path / "art")
-    assert run("inspect", tmp_path / "art", "--json").document["recipe"]["objective"] == {"budget": "20%"}
+    assert run("inspect", tmp_path / "art", "--json").document["recipe"]["objective"] == {"budget": 0.2}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["art"]
 
 
@@ -310,7 +310,12 @@ def test_an_unknown_command_says_which_was_meant(command: str) -> None:
 @pytest.mark.parametrize(
     ("text", "where", "message", "hint"),
     [
-        ("schema: mfs.recipe/1\nobjective:\n  budgt: 4%\n", 3, "unknown key; did you mean 'budget'?", "objective takes"),
+        (
+            "schema: mfs.recipe/1\nobjective:\n  budgt: 4%\n",
+            3,
+            "unknown key; did you mean 'budget'?",
+            "objective takes",
+        ),
         (RECIPE + "sede: 4\n", 4, "sede: unknown key; did you mean 'seed'?", "a recipe takes schema"),
         (RECIPE + "base: {mode: maen}\n", 4, "base.mode: expected auto, known or mean, found 'maen'", ""),
         (RECIPE + "seed: 1\nseed: 2\n", 5, "seed", ""),
@@ -347,7 +352,9 @@ def test_a_recipe_that_is_not_there(
 
 def test_a_rule_that_fits_nothing(words: list[str], tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text(RECIPE + 'deltas:\n  rules:\n    - {match: "*.mlp.*", codec: raw}\n    - {match: "*.moe.*", codec: raw}\n')
+    recipe.write_text(
+        RECIPE + 'deltas:\n  rules:\n    - {match: "*.mlp.*", codec: raw}\n    - {match: "*.moe.*", codec: raw}\n'
+    )
     said, hint = refused(2, *words, "--recipe", recipe, "--out", tmp_path / "art")
     assert said == "the rule for *.moe.* fits none of the 20 tensors"
     assert hint.startswith("Give a glob that fits")

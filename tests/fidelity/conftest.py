@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fidelity_models import make_model, make_tokenizer, perturb, save
+from fidelity_models import StoredFamily, make_model, make_tokenizer, perturb, save, store_family
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +31,9 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders["far"] = save(perturb(model, 0.2, 2), root / "far", dtype=torch.bfloat16)
     folders["base"] = save(perturb(model, 0.3, 3), root / "base", dtype=torch.bfloat16)
     return folders
+
+
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> StoredFamily:
+    """An artifact of three fine-tunes, small enough to measure through."""
+    return store_family(tmp_path_factory.mktemp("stored"))

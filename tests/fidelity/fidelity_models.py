@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import string
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoints import make_family
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from mfs_decompose.pipeline.decompose import decompose
+from mfs_decompose.pipeline.request import DecomposeRequest
+from mfs_decompose.recipe.load import load_recipe
 
 TRAINED = 129
 VOCABULARY = 131  # with two added tokens, as a fine-tune for chats adds them
@@ -75,6 +81,31 @@ def save(model: Any, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype 
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
+
+
+@dataclass(frozen=True)
+class StoredFamily:
+    """An artifact, and the folders it was made from."""
+
+    artifact: Path
+    base: Path
+    variants: dict[str, Path]
+
+
+def store_family(root: Path, budget: str = "10%") -> StoredFamily:
+    """Decompose the tests' tied family; `code` is dense noise, so a small budget leaves it far from its original."""
+    family = make_family(root / "folders", tie=True)
+    decompose(
+        DecomposeRequest(
+            variants={id: str(folder) for id, folder in family.variants.items()},
+            out=root / "art",
+            recipe=load_recipe(None, {"objective.budget": budget}),
+            base=str(family.base),
+            device="cpu",
+            threads=1,
+        )
+    )
+    return StoredFamily(root / "art", family.base, family.variants)
 
 
 class RecordingSink:

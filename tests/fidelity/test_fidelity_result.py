@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,16 @@ import pytest
 
 from mfs_decompose.fidelity.document import EvalDocument, describe_settings
 from mfs_decompose.fidelity.figures import PairedFigures, TokenFigures
+from mfs_decompose.fidelity.noise import NoiseFloor
 from mfs_decompose.fidelity.result import DriftResult, summarise
 from mfs_decompose.fidelity.settings import EvalSettings
+from mfs_decompose.fidelity.statistics import estimate_intervals
 
 # Names and order of design.md, section 10: others parse them.
 NAMES = [
-    "variant", "through", "corpus", "tokens", "ppl_original", "ppl_x", "ppl_base", "ppl_ratio", "ppl_ratio_ci",
-    "kl_base", "kl_mean", "kl_p99", "top1", "recovered",
+    "variant", "through", "corpus", "tokens", "units", "ppl_original", "ppl_x", "ppl_base", "ppl_ratio",
+    "ppl_ratio_ci", "kl_base", "kl_mean", "kl_ci", "kl_p99", "top1", "top1_ci", "recovered", "noise_kl",
+    "noise_ln_ppl",
 ]  # fmt: skip
 
 
@@ -33,6 +37,13 @@ BASE = figures([1.0, 2.0, 3.0], [2.0, 4.0, 3.0], [1.0, 2.0, 3.0], [0, 0, 1])
 
 def row(x: TokenFigures, base: TokenFigures | None = None) -> DriftResult:
     return summarise("code", "served", "prose", pair(x, base), bos="<s>")
+
+
+def long(tokens: int = 64 * 50, seed: int = 0) -> TokenFigures:
+    """Enough tokens of one document for intervals."""
+    generator = np.random.default_rng(seed)
+    nll = generator.exponential(1.0, tokens)
+    return figures(nll, nll + 0.05, generator.exponential(0.1, tokens), generator.random(tokens) < 0.8)
 
 
 def test_figures_by_hand() -> None:
@@ -104,12 +115,48 @@ def test_row_has_exactly_the_documented_names_and_plain_values() -> None:
     content = row(X, BASE).to_json()
     assert list(content) == NAMES
     assert {type(value) for value in content.values()} <= {str, int, float, type(None)}
+    assert type(row(long()).to_json()["ppl_ratio_ci"]) is list
 
 
-def test_interval_becomes_a_list() -> None:
-    from dataclasses import replace
+def test_intervals_are_those_of_the_bootstrap_and_become_lists() -> None:
+    x = long()
+    found, expected = row(x), estimate_intervals(pair(x))
+    assert expected.kl is not None and expected.top1 is not None
+    assert (found.units, found.kl_ci, found.top1_ci) == (50, expected.kl, expected.top1)
+    assert found.ppl_ratio_ci == expected.ppl_ratio == pytest.approx((math.exp(0.05), math.exp(0.05)))
+    assert found.kl_mean is not None and expected.kl[0] < found.kl_mean < expected.kl[1]
+    assert found.to_json()["kl_ci"] == list(expected.kl)
+    assert found.remarks == ()
 
-    assert replace(row(X), ppl_ratio_ci=(0.9, 1.1)).to_json()["ppl_ratio_ci"] == [0.9, 1.1]
+
+def test_too_few_units_are_said_with_the_tokens_that_are_needed() -> None:
+    x = long(64 * 10)
+    found = row(x)
+    assert (found.units, found.ppl_ratio_ci, found.kl_ci, found.top1_ci) == (10, None, None, None)
+    assert found.notes == ()
+    assert found.remarks == (
+        "no intervals, undecided: 50 runs of up to 64 scored tokens of one document are needed, and there are 10; "
+        "about 3,200 tokens of text like this are enough",
+    )
+    assert found.to_json()["kl_ci"] is None
+
+
+def test_noise_and_text_are_kept() -> None:
+    text = {"sha256": "ab", "documents": 3, "bytes": 99, "max_tokens": 40}
+    found = summarise("v", "served", "prose", pair(X), bos="none", noise=NoiseFloor(1e-13, None), text=text)
+    assert (found.noise_kl, found.noise_ln_ppl, found.text) == (1e-13, None, text)
+    assert (row(X).noise_kl, row(X).noise_ln_ppl) == (None, None)
+
+
+@pytest.mark.parametrize("x", [X, long(), figures([1.0], [float("nan")], [float("nan")], [float("nan")])])
+def test_a_record_reads_back_as_what_it_was(x: TokenFigures) -> None:
+    text = {"sha256": "ab", "documents": 3, "bytes": 99, "max_tokens": 40}
+    found = summarise("v", "served", "prose", pair(x), bos="<s>", notes=("one",), noise=NoiseFloor(0.0, 2.0), text=text)
+    again = DriftResult.from_record(json.loads(json.dumps(found.record(), allow_nan=False)))
+    assert again == found
+    assert again.figures is None
+    assert again.to_json() == found.to_json()
+    assert again.remarks == found.remarks
 
 
 def test_document() -> None:
@@ -117,8 +164,10 @@ def test_document() -> None:
     other = summarise(
         "chat", "restored", "prose", pair(figures([nan], [1.0], [nan], [nan])), bos="none", notes=("said once",)
     )
-    results = (row(X, BASE), other, other)
-    settings = describe_settings(EvalSettings(window=64, stride=32, bos="auto", batch_size=2), results, "cpu")
+    results = (replace(row(long()), text={"max_tokens": 7}), other, other)
+    settings = describe_settings(
+        EvalSettings(window=64, stride=32, bos="auto", batch_size=2), results, "cpu", suite="ci"
+    )
     content = EvalDocument(results, settings, "ab" * 32).to_json()
     assert json.loads(json.dumps(content, allow_nan=False)) == content
     assert list(content) == ["schema", "results", "tasks", "settings", "artifact_digest"]
@@ -126,6 +175,9 @@ def test_document() -> None:
     assert content["tasks"] == []
     assert content["artifact_digest"] == "ab" * 32
     assert [result["variant"] for result in content["results"]] == ["code", "chat", "chat"]
+    assert settings["suite"] == "ci"
+    assert settings["texts"]["prose"] == {}
+    assert settings["padding"] == "right"
     assert settings["window"] == 64
     assert settings["stride"] == 32
     assert settings["bos_policy"] == "auto"
@@ -138,8 +190,17 @@ def test_document() -> None:
     assert settings["notes"] == [
         "chat, prose, restored: said once",
         "chat, prose, restored: the original has logits that are not finite at 1 of 1 tokens",
+        "chat, prose, restored: no intervals, undecided: 50 runs of up to 64 scored tokens of one document are needed, "
+        "and there are 1; about 100 tokens of text like this are enough",
     ]
 
 
 def test_no_artifact_is_null() -> None:
     assert EvalDocument((), {}, None).to_json()["artifact_digest"] is None
+
+
+def test_self_checks_stand_in_the_document_where_they_were_asked_for() -> None:
+    assert "self_check" not in EvalDocument((), {}, None).to_json()
+    checked = EvalDocument((), {}, None, self_check=({"seen": True},)).to_json()
+    assert list(checked) == ["schema", "results", "tasks", "self_check", "settings", "artifact_digest"]
+    assert checked["self_check"] == [{"seen": True}]

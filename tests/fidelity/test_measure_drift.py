@@ -263,7 +263,7 @@ def test_progress_adds_up_and_talks_of_every_stage(family: dict[str, Path]) -> N
     sink = RecordingSink()
     measure(family, progress=sink)
     assert [stage for stage, _, _ in sink.stages] == [
-        "load original", "load served", "load restored", "load base", "measure v",
+        "load original", "noise floor of v", "load served", "load restored", "load base", "measure v",
     ]  # fmt: skip
     assert all(total == done and done > 0 for _, total, done in sink.stages)
     assert sink.notes == []

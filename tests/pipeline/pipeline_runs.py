@@ -170,12 +170,12 @@ def toy(folder: Path, tensors: Tensors, **files: str) -> Path:
     return folder
 
 
-def toys(root: Path, *ids: str, **changed: Tensors) -> tuple[Path, dict[str, Path]]:
+def toys(root: Path, *ids: str, **changed: Mapping[str, torch.Tensor | None]) -> tuple[Path, dict[str, Path]]:
     """A base and variants of it; `changed` replaces or adds tensors of a variant, None takes them away."""
     base = toy_tensors()
     folders: dict[str, Path] = {}
     for seed, id in enumerate([*ids, *changed], start=1):
-        own = {**moved(base, seed), **changed.get(id, {})}
+        own: dict[str, torch.Tensor | None] = {**moved(base, seed), **changed.get(id, {})}
         folders[id] = toy(root / id, {name: weight for name, weight in own.items() if weight is not None})
     return toy(root / BASE, base), folders
 

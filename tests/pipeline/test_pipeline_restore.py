@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import CHAT_TEMPLATE, EMBEDDING, HEAD, INDEX, Family, make_llama, read_weights
-from pipeline_runs import Recording, asked, back, contents, copied, manifest, record, run, same_bits
+from pipeline_runs import Recording, asked, back, contents, copied, manifest, record, run, same_bits, toys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mfs_decompose.artifact.reader import Family as Artifact
@@ -27,6 +27,7 @@ from mfs_decompose.errors import (
 from mfs_decompose.pipeline import restore as restore_module
 from mfs_decompose.pipeline.decompose import decompose
 from mfs_decompose.pipeline.restore import RestoreOptions, restore
+from mfs_decompose.source.checkpoint import open_checkpoint
 
 
 def sha256(path: Path) -> str:
@@ -43,10 +44,10 @@ def beside(folder: Path) -> dict[str, bytes]:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.arange(3, 63).reshape(2, 30)
     with torch.no_grad():
-        found = model(tokens).logits
+        found = model.eval()(tokens).logits
     assert isinstance(found, torch.Tensor)
     return found
 
@@ -111,7 +112,7 @@ def test_lossless_gives_every_bit_and_every_file_back(
 
 def test_lossless_saves_something(lossless_art: Path) -> None:
     for variant in manifest(lossless_art)["variants"]:
-        assert 0.5 < variant["bytes"] / variant["checkpoint_bytes"] < 1
+        assert 0.2 < variant["bytes"] / variant["checkpoint_bytes"] < 0.8
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
@@ -175,11 +176,9 @@ def test_float32_is_what_is_served(art: Path, family: Family, tmp_path: Path) ->
 
 
 def test_a_config_of_the_older_kind(tmp_path: Path) -> None:
-    from pipeline_runs import toys
-
     base, variants = toys(tmp_path, "math")
     (variants["math"] / "config.json").write_text('{"torch_dtype": "bfloat16", "model_type": "toy"}')
-    run(tmp_path / "art", base, variants)
+    run(tmp_path / "art", base, variants, {"objective.rank": 2})
     back(tmp_path / "art", "math", tmp_path / "out", dtype="float32")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": "float32", "model_type": "toy"}
 
@@ -335,7 +334,7 @@ def test_a_hard_linked_base_outlives_its_folder(tmp_path: Path, family: Family) 
     assert contents(tmp_path / "base") == contents(family.base)
     assert verify(tmp_path / "art", "values").ok
     with open(linked, "r+b") as stream:
-        stream.seek(-3, 2)
+        stream.seek(open_checkpoint(tmp_path / "base", "base").tensors[EMBEDDING].start + 301)
         stream.write(b"\x11")
     with pytest.raises(ArtifactInvalid, match="found other values"):
         back(tmp_path / "art", "math", tmp_path / "math")
@@ -349,3 +348,24 @@ def test_an_artifact_moved_elsewhere_with_its_originals_gone(tmp_path: Path, fam
     moved = (tmp_path / "art").rename(tmp_path / "elsewhere")
     assert verify(moved, "values").ok
     assert all(one.checked for one in restore(moved, family.variants, tmp_path / "out", RestoreOptions()))
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"rounding": "nearest"}])
+@pytest.mark.parametrize("file", ["v0002-00001.safetensors", "base-00001-of-00001.safetensors"])
+def test_damage_is_found_where_no_digest_of_a_tensor_is_compared(
+    art: Path, tmp_path: Path, options: dict[str, str], file: str
+) -> None:
+    damaged = tmp_path / "art"
+    shutil.copytree(art, damaged)
+    data = bytearray((damaged / file).read_bytes())
+    data[-3] ^= 0x10
+    (damaged / file).write_bytes(data)
+    with pytest.raises(ArtifactInvalid, match=file):
+        restore(damaged, ["math"], tmp_path / "math", RestoreOptions(**options))  # type: ignore[arg-type]
+    assert not (tmp_path / "math").exists()
+
+
+def test_a_place_below_a_file_is_refused(art: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputBusy, match="not a folder that can be written to"):
+        restore(art, ["math"], tmp_path / "file" / "math")

@@ -127,6 +127,30 @@ class TestResolve:
         moved.symlink_to(snapshot)
         assert resolve_inside(moved, "model.safetensors").read_text() == "weights"
 
+    @pytest.mark.parametrize(
+        ("place", "is_fine"),
+        [
+            ("blobs/ab/" + "ab" * 32, True),
+            ("blobs/ab/" + "cd" * 32, False),
+            ("blobs/ab/secret", False),
+            ("blobs/" + "ab" * 32, False),
+            ("others/ab/" + "ab" * 32, False),
+        ],
+    )
+    def test_blobs_that_models_of_a_hub_cache_share(self, tmp_path: Path, place: str, is_fine: bool) -> None:
+        snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abc"
+        blobs = tmp_path / "models--org--name" / "blobs"
+        for folder in (snapshot, blobs, (tmp_path / place).parent):
+            folder.mkdir(parents=True)
+        (tmp_path / place).write_text("weights")
+        (blobs / "f00d").symlink_to(tmp_path / place)
+        (snapshot / "model.safetensors").symlink_to("../../blobs/f00d")
+        if is_fine:
+            assert resolve_inside(snapshot, "model.safetensors").read_text() == "weights"
+        else:
+            with pytest.raises(SourceIncompatible, match="outside of the checkpoint's folder"):
+                resolve_inside(snapshot, "model.safetensors")
+
     @pytest.mark.parametrize("target", ["../../../other/blobs/f00d", "../../refs/main", "/etc/hostname"])
     def test_links_out_of_a_hub_cache(self, tmp_path: Path, target: str) -> None:
         snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abc"
