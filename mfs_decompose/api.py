@@ -1,12 +1,12 @@
 """The Python API: what the commands do, as functions.
 
-    from mfs_decompose import Family, decompose, evaluate, restore
+from mfs_decompose import Family, decompose, evaluate, restore
 
-    decompose("./base", {"math": "./math", "code": "./code"}, "art", budget="5%")
-    restore("art", "math", "./math-restored")
-    drift = evaluate("art", ["humaneval.jsonl:prompt+canonical_solution"], variants=["code"])
-    with Family.open("art") as family:
-        print(family.variant("code").footprint)
+decompose("./base", {"math": "./math", "code": "./code"}, "art", budget="5%")
+restore("art", "math", "./math-restored")
+drift = evaluate("art", ["humaneval.jsonl:prompt+canonical_solution"], variants=["code"])
+with Family.open("art") as family:
+    print(family.variant("code").footprint)
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def restore(
     from mfs_decompose.pipeline.restore import restore as run
 
     options = RestoreOptions(dtype=dtype, rounding=rounding, layout=layout, exact=exact)
-    place = None if base is None else Path(base)
+    place = None if base is None else os.fspath(base)
     return run(Path(artifact), [variant], Path(out), options, base=place, progress=progress)[0]
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 from mfs_decompose.artifact.records import BaseRecord
 from mfs_decompose.artifact.shard_reader import check_base_shard, check_base_tensors, read_header
 from mfs_decompose.errors import ArtifactInvalid, SourceIncompatible, SourceNotFound
-from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, open_checkpoint
+from mfs_decompose.source.checkpoint import Checkpoint, TensorReader
+from mfs_decompose.source.resolve import open_source
 
 if TYPE_CHECKING:
     import torch
@@ -96,20 +97,24 @@ def open_stored_base(folder: Path, base: BaseRecord) -> BaseReader:
     return BaseReader(base, Checkpoint("base", folder, tuple(headers), None, tensors, (), (), {}))
 
 
-def open_referenced_base(base: BaseRecord, given: Path | None, hint: Path | None) -> BaseReader:
-    """Open the base of an artifact that holds none: the folder given, else the one it was made from.
+def open_referenced_base(base: BaseRecord, given: str | None, hint: str | None) -> BaseReader:
+    """Open the base of an artifact that holds none: what is given, else what it was made from.
+
+    A model of the Hub is fetched at its pinned commit.
 
     Raises:
         SourceNotFound: neither is there.
         SourceIncompatible: the folder holds no such checkpoint.
     """
-    root = given or hint
-    if root is None or (given is None and not root.is_dir()):
+    source = base.source
+    pinned = f"hf://{source.repo}@{source.revision}" if source is not None and source.repo else None
+    root = given or (hint if hint is not None and Path(hint).is_dir() else pinned)
+    if root is None:
         wanted = _describe(base)
         raise SourceNotFound(
             f"expected the base that this artifact refers to{wanted}, found none", hint="pass it with --base REF"
         )
-    checkpoint = open_checkpoint(root, "base")
+    checkpoint = open_source(root, "base")
     for name, tensor in base.tensors.items():
         info = checkpoint.tensors.get(name)
         if info is None or (info.dtype, info.shape) != (tensor.dtype, tensor.shape):

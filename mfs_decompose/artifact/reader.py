@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import threading
 from hashlib import sha256
 from pathlib import Path
@@ -32,7 +33,7 @@ class Family:
     A variant that needs a codec this version does not know is refused when it is asked for; others stay readable.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, digest: str, base: Path | None) -> None:
+    def __init__(self, path: Path, manifest: Manifest, digest: str, base: str | None) -> None:
         self.path = path
         self.manifest = manifest
         self.artifact_digest = digest
@@ -51,8 +52,8 @@ class Family:
 
         Args:
             path: the artifact's folder.
-            base: the folder of the base, for an artifact that refers to it; without it the place is tried where the
-                base was when the artifact was made.
+            base: the folder of the base, or a model of the Hub, for an artifact that refers to it; without it the
+                place is tried where the base was when the artifact was made.
 
         Raises:
             SourceNotFound: there is no such folder.
@@ -68,7 +69,7 @@ class Family:
                 raise ArtifactInvalid(f"cannot read {folder / name}: {error.strerror}", hint=_AGAIN) from None
             if size != entry.size:
                 raise ArtifactInvalid(f"expected {entry.size} bytes in {folder / name}, found {size}", hint=_AGAIN)
-        return cls(folder, manifest, artifact_digest(data), Path(base) if base is not None else None)
+        return cls(folder, manifest, artifact_digest(data), os.fspath(base) if base is not None else None)
 
     def __enter__(self) -> Self:
         return self
@@ -156,12 +157,12 @@ class Family:
         """Bytes of rows of a base tensor: uint8 [(stop - start) * bytes of a row].  Raises as `base_rows` does."""
         return self._opened_base().raw(name, start, stop)
 
-    def original_path(self, id: str) -> Path | None:
+    def original_ref(self, id: str) -> str | None:
         """Where the checkpoint of a variant, or `base`, was when the artifact was made; a hint, not a promise."""
         if id == "base":
-            return _as_path(self._hints.get("base"))
+            return _as_ref(self._hints.get("base"))
         variants = self._hints.get("variants")
-        return _as_path(variants.get(id)) if isinstance(variants, dict) else None
+        return _as_ref(variants.get(id)) if isinstance(variants, dict) else None
 
     def file_bytes(self, sha256_hex: str) -> bytes:
         """The content of a file that a source record names by digest.
@@ -209,7 +210,7 @@ class Family:
             if self._base is None:
                 record = self.manifest.base
                 if record.store == "reference":
-                    self._base = open_referenced_base(record, self._given_base, self.original_path("base"))
+                    self._base = open_referenced_base(record, self._given_base, self.original_ref("base"))
                 else:
                     self._base = open_stored_base(self.path, record)
             return self._base
@@ -250,8 +251,8 @@ def _read_hints(folder: Path) -> dict[str, Any]:
     return hints if isinstance(hints, dict) else {}
 
 
-def _as_path(value: object) -> Path | None:
-    return Path(value) if isinstance(value, str) and value and "\0" not in value else None
+def _as_ref(value: object) -> str | None:
+    return value if isinstance(value, str) and value and "\0" not in value else None
 
 
 def _meant(name: str, known: list[str]) -> str:

@@ -15,6 +15,7 @@ from mfs_decompose.cli.options import (
     DeviceOption,
     MaxDiskOption,
     MaxRamOption,
+    OfflineFlag,
     OutOption,
     ThreadsOption,
     named_refs,
@@ -36,7 +37,7 @@ Variants = Annotated[
         "-V",
         metavar="[ID=]REF...",
         show_default=False,
-        help="Folders of the fine-tunes; takes several. A bare path is named by its last part.",
+        help="Fine-tunes: folders, or org/name[@rev] of the Hub; takes several. A bare one is named by its last part.",
         rich_help_panel=INPUTS,
     ),
 ]
@@ -59,6 +60,7 @@ def command(
     variants: Variants,
     out: OutOption,
     base: BaseOption = None,
+    offline: OfflineFlag = False,
     recipe: RecipeOption = None,
     sets: SetOption = None,
     base_mode: Annotated[
@@ -128,6 +130,7 @@ def command(
         recipe=load_recipe(recipe, overrides),
         base=base,
         device=device,
+        offline=offline,
         threads=threads,
         resume=resume,
         overwrite=overwrite,
@@ -136,7 +139,7 @@ def command(
     if dry_run:
         from mfs_decompose.pipeline.prepare import prepare
 
-        _show_plan(output, prepare(request), request.out)
+        _show_plan(output, prepare(request, make_sink(output), headers_only=True), request.out)
         return
     if overwrite and request.out.exists() and not output.confirm(f"replace {request.out}"):
         raise typer.Exit(2)

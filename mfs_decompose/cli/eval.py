@@ -80,6 +80,23 @@ def command(
     ] = False,
     originals: OriginalsOption = None,
     base: BaseOption = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            "--reference",
+            metavar="FILE",
+            help="A saved reference, in place of its variant's original.",
+            rich_help_panel=INPUTS,
+        ),
+    ] = None,
+    save_reference: Annotated[
+        Path | None,
+        typer.Option(
+            "--save-reference",
+            metavar="FILE",
+            help="Also keep all that one variant's original answers: a logit per scored token and vocabulary entry.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -103,15 +120,16 @@ def command(
       mfs eval art --suite ci --out drift.json
       mfs eval art --text humaneval.jsonl:prompt+canonical_solution
       mfs eval art --variant math --text notes.txt --originals math=./math --base ./base
+      mfs eval art --variant math --suite ci --save-reference math.reference
     """
-    from mfs_decompose.fidelity.artifact_drift import DriftRequest, measure_artifact
+    from mfs_decompose.fidelity.artifact_drift import DriftRequest, measure_artifact, save_artifact_reference
     from mfs_decompose.fidelity.document import EvalDocument, describe_settings
     from mfs_decompose.fidelity.self_check import check_measurement, refuse_unseen
     from mfs_decompose.pipeline.device import choose_device
 
     output = output_of(ctx)
     given = named_refs(originals or [], "--originals")
-    _check_places(out, scratch)
+    _check_places(out, save_reference, scratch)
     _check_ids(artifact, given)
     given_settings = {"max_tokens": max_tokens, "window": window, "stride": stride, "bos": bos}
     chosen_suite = _choose_texts(text, suite, {name: value for name, value in given_settings.items() if value})
@@ -130,7 +148,10 @@ def command(
             base=base,
             device=chosen,
             out=out,
+            reference=reference,
         )
+        if save_reference is not None:
+            save_artifact_reference(request, save_reference, make_sink(output))
         results, digest = measure_artifact(request, make_sink(output))
         checks = check_measurement(request, make_sink(output)) if self_check else None
     document = EvalDocument(
@@ -178,11 +199,14 @@ def _write(out: Path, document: Mapping[str, Any]) -> None:
     discard_result_log(out)
 
 
-def _check_places(out: Path | None, scratch: Path | None) -> None:
+def _check_places(out: Path | None, reference: Path | None, scratch: Path | None) -> None:
     """Refuse before hours of measuring what could not be written after them."""
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        found = "a folder" if out.is_dir() else f"no folder {out.parent}"
-        raise OutputBusy(f"expected a file to write at --out {out}, found {found}", hint="choose another --out")
+    for option, path in (("--out", out), ("--save-reference", reference)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            found = "a folder" if path.is_dir() else f"no folder {path.parent}"
+            raise OutputBusy(
+                f"expected a file to write at {option} {path}, found {found}", hint=f"choose another {option}"
+            )
     if scratch is not None and not scratch.is_dir():
         raise OutputBusy(
             f"expected a folder at --scratch {scratch}, found none", hint="make it, or leave --scratch out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -37,7 +36,12 @@ ArtifactArgument = Annotated[
 VariantOption = Annotated[str | None, typer.Option("--variant", metavar="ID", help="Only this variant.")]
 BaseOption = Annotated[
     str | None,
-    typer.Option("--base", "-b", metavar="REF", help="Folder of the base checkpoint.", rich_help_panel=INPUTS),
+    typer.Option(
+        "--base", "-b", metavar="REF", help="Folder of the base, or org/name[@rev] of the Hub.", rich_help_panel=INPUTS
+    ),
+]
+OfflineFlag = Annotated[
+    bool, typer.Option("--offline", help="Take models of the Hub from the cache alone.", rich_help_panel=INPUTS)
 ]
 OriginalsOption = Annotated[
     list[str] | None,
@@ -84,12 +88,13 @@ def named_refs(values: Sequence[str], option: str) -> dict[str, str]:
         UsageError: an id comes twice or cannot name a variant, or a reference is empty.
     """
     from mfs_decompose.artifact.layout import is_variant_id
+    from mfs_decompose.source.ref import SourceRef
 
     refs: dict[str, str] = {}
     for value in values:
         name, equals, ref = value.partition("=")
         if not equals or ("/" in name and _is_path(value)):
-            name, ref = Path(os.path.abspath(value)).name, value  # noqa: PTH100 (resolve would follow links)
+            name, ref = SourceRef.parse(value).name if value else "", value
         if not ref:
             raise UsageError(f"{option}: expected ID=REF, found {value!r}")
         if not is_variant_id(name):

@@ -54,7 +54,7 @@ def command(
             ids = list(family.variant_ids)
     options = RestoreOptions(dtype=dtype, rounding=rounding, layout=layout, exact=exact)
     done = restore(
-        artifact, ids, Path(out), options, base=None if base is None else Path(base),
+        artifact, ids, Path(out), options, base=base,
         nested=variant == "all", progress=make_sink(output),
     )  # fmt: skip
     output.document(

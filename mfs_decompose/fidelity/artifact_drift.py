@@ -11,18 +11,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mfs_decompose import __version__
+from mfs_decompose.artifact.canonical import digest_of
 from mfs_decompose.artifact.reader import Family
 from mfs_decompose.artifact.records import VariantRecord
-from mfs_decompose.errors import SourceIncompatible, SourceNotFound
+from mfs_decompose.errors import SourceIncompatible, SourceNotFound, UsageError
 from mfs_decompose.events import ProgressSink
+from mfs_decompose.fidelity.comparable import comparable
 from mfs_decompose.fidelity.document import describe_settings
-from mfs_decompose.fidelity.evaluate import measure_drift
+from mfs_decompose.fidelity.evaluate import measure_drift, save_reference
+from mfs_decompose.fidelity.reference import StoredReference
 from mfs_decompose.fidelity.result import DriftResult
 from mfs_decompose.fidelity.result_log import ResultLog, open_result_log
 from mfs_decompose.fidelity.settings import EvalSettings
 from mfs_decompose.fidelity.text import Corpus
 from mfs_decompose.pipeline.restore import RestoreOptions, restore
-from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, open_checkpoint, read_sidecar
+from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, read_sidecar
+from mfs_decompose.source.resolve import open_source
 
 Through = Literal["served", "restored"]
 
@@ -40,7 +44,8 @@ class DriftRequest:
     """What to measure. `variants` are ids, all by default; `originals` and `base` say where checkpoints are now.
 
     `out` is the file that the caller will write the results to: those of each variant are kept beside it as they are
-    measured, and a later run with the same artifact, texts and settings goes on from there.
+    measured, and a later run with the same artifact, texts and settings goes on from there. `reference` is a saved
+    one, which stands for the original of its variant; only that one is measured then.
     """
 
     artifact: Path
@@ -53,6 +58,7 @@ class DriftRequest:
     base: str | None = None
     device: str = "cpu"
     out: Path | None = None
+    reference: Path | None = None
 
 
 def measure_artifact(request: DriftRequest, progress: ProgressSink) -> tuple[list[DriftResult], str]:
@@ -62,32 +68,41 @@ def measure_artifact(request: DriftRequest, progress: ProgressSink) -> tuple[lis
         SourceNotFound: an original or a referenced base is not there; says what to pass.
         SourceIncompatible: what is there is not the checkpoint the artifact was made from.
     """
-    base_path = None if request.base is None else Path(request.base)
     with contextlib.ExitStack() as held:
-        with Family.open(request.artifact, base=base_path) as family:
+        with Family.open(request.artifact, base=request.base) as family:
             digest, stored = family.artifact_digest, family.manifest.base
             ids = list(request.variants) if request.variants is not None else list(family.variant_ids)
+            originals: dict[str, Path | StoredReference] = {}
+            if request.reference is not None:
+                id, stand_in = open_reference(family, request)
+                ids, originals = [id], {id: stand_in}
             for id in ids:
                 family.variant(id)  # an unknown id is the first thing to say
             log, results = _go_on(request, digest, ids, held, progress)
-            originals = {id: _find_original(family, id, request.originals or {}) for id in ids if id not in results}
-            for id, original in originals.items():
+            pending = [id for id in ids if id not in results]
+            found = {
+                id: _find_original(family, id, request.originals or {}, progress)
+                for id in pending
+                if id not in originals
+            }
+            for id, original in found.items():
                 _check_original(original, family.variant(id), progress)
+                originals[id] = original.root
         base: Path | None = None
-        if originals:
+        if pending:
             base = request.scratch / "base"
-            restore(request.artifact, ["base"], base, base=base_path, progress=progress)
+            restore(request.artifact, ["base"], base, base=request.base, progress=progress)
             if not (base / "config.json").exists():
                 note = f"the {stored.mode} base has no config of its own: figures of the base are left out"
                 progress.note(note, "warning")
                 base = None
-        for number, (id, original) in enumerate(originals.items()):
+        for number, id in enumerate(pending):
             folder = request.scratch / f"variant-{number}"
             candidates: dict[str, Path] = {kind: folder / kind for kind in request.through}
             for kind, place in candidates.items():
-                restore(request.artifact, [id], place, _OPTIONS[kind], base=base_path, progress=progress)
+                restore(request.artifact, [id], place, _OPTIONS[kind], base=request.base, progress=progress)
             results[id] = measure_drift(
-                original.root, candidates, base, request.corpora, request.settings, id, progress, request.device
+                originals[id], candidates, base, request.corpora, request.settings, id, progress, request.device
             )
             shutil.rmtree(folder)
             if log is not None:
@@ -120,24 +135,84 @@ def _binding(request: DriftRequest, digest: str) -> dict[str, Any]:
     }
 
 
+def save_artifact_reference(request: DriftRequest, path: Path, progress: ProgressSink) -> int:
+    """Keep what the original of the request's one variant answers to its texts; returns the file's bytes.
+
+    Raises:
+        UsageError: the request is for several variants.
+        SourceNotFound, SourceIncompatible, ResourceShortage: as `measure_artifact`.
+    """
+    with Family.open(request.artifact, base=request.base) as family:
+        ids = list(request.variants) if request.variants is not None else list(family.variant_ids)
+        if len(ids) != 1:
+            raise UsageError(
+                f"expected one variant to save a reference of, found {', '.join(ids)}", hint=f"--variant {ids[0]}"
+            )
+        record = family.variant(ids[0])
+        original = find_original(family, ids[0], request.originals or {}, progress)
+    about = {
+        "variant": ids[0],
+        "original": _original_digest(record),
+        "settings": describe_settings(request.settings, (), request.device),
+    }
+    return save_reference(original, request.corpora, request.settings, path, about, progress, request.device)
+
+
+def open_reference(family: Family, request: DriftRequest) -> tuple[str, StoredReference]:
+    """The saved reference of a request, and the variant it is of.
+
+    Raises:
+        SourceNotFound, ArtifactInvalid: it is not there, or no whole reference.
+        UsageError: it is of another variant than asked for, or was saved under other settings.
+        SourceIncompatible: the artifact's variant was made from another original.
+    """
+    assert request.reference is not None
+    reference = StoredReference.open(request.reference)
+    id, saved = str(reference.about["variant"]), reference.about["settings"]
+    if request.variants is not None and list(request.variants) != [id]:
+        raise UsageError(
+            f"expected a reference of {', '.join(request.variants)}, found one of {id} in {request.reference}",
+            hint=f"--variant {id}",
+        )
+    if reference.about["original"] != _original_digest(family.variant(id)):
+        raise SourceIncompatible(f"{request.reference} is of another original than variant {id!r} was made from")
+    alike = comparable(saved, describe_settings(request.settings, (), request.device))
+    if not alike:
+        raise UsageError(
+            f"{request.reference} was saved under other settings than asked for: {'; '.join(alike.differences)}",
+            hint="measure under the settings it was saved with",
+        )
+    return id, reference
+
+
+def _original_digest(record: VariantRecord) -> str:
+    """sha256 over what a variant's original computes with, whatever artifact holds the variant."""
+    return digest_of(
+        {
+            "tensors": {name: [t.dtype, list(t.shape), t.original_sha256] for name, t in record.tensors.items()},
+            "files": {name: digest for name, digest in record.source.files.items() if name in _MEANING},
+        }
+    )
+
+
 def find_original(family: Family, id: str, given: Mapping[str, str], progress: ProgressSink) -> Path:
     """The folder of a variant's own checkpoint, every tensor of it checked.
 
     Raises:
         SourceNotFound, SourceIncompatible: as `measure_artifact`.
     """
-    checkpoint = _find_original(family, id, given)
+    checkpoint = _find_original(family, id, given, progress)
     _check_original(checkpoint, family.variant(id), progress)
     return checkpoint.root
 
 
-def _find_original(family: Family, id: str, given: Mapping[str, str]) -> Checkpoint:
-    place = given.get(id) or family.original_path(id)
+def _find_original(family: Family, id: str, given: Mapping[str, str], progress: ProgressSink) -> Checkpoint:
+    place = given.get(id) or family.original_ref(id)
     hint = f"Say where it is: --originals {id}=FOLDER"
     if place is None:
         raise SourceNotFound(f"the artifact does not say where the original of variant {id!r} is", hint=hint)
     try:
-        return open_checkpoint(place, id)
+        return open_source(place, id, progress=progress)
     except SourceNotFound as error:
         raise SourceNotFound(f"the original of variant {id!r} is not to be had: {error.message}", hint=hint) from None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,8 @@ from mfs_decompose.fidelity.divergence import compare_logits
 from mfs_decompose.fidelity.figures import PairedFigures, TokenFigures
 from mfs_decompose.fidelity.model import LoadedModel, load_model, predict_windows
 from mfs_decompose.fidelity.noise import NoiseFloor, measure_noise, noise_windows
-from mfs_decompose.fidelity.residency import available_memory, group_rivals, measure_model
+from mfs_decompose.fidelity.reference import StoredReference, write_reference
+from mfs_decompose.fidelity.residency import ModelSize, available_memory, group_rivals, measure_model
 from mfs_decompose.fidelity.result import DriftResult, summarise
 from mfs_decompose.fidelity.settings import EvalSettings
 from mfs_decompose.fidelity.text import Corpus
@@ -29,7 +31,7 @@ _Figures = dict[tuple[str, str], TokenFigures]
 
 
 def measure_drift(
-    original: Path,
+    original: Path | StoredReference,
     candidates: Mapping[str, Path],
     base: Path | None,
     corpora: Sequence[Corpus],
@@ -46,7 +48,7 @@ def measure_drift(
     take turns and the original runs again. The figures are the same either way.
 
     Args:
-        original: the variant's own checkpoint.
+        original: the variant's own checkpoint, or what it answered to the same texts under the same settings.
         candidates: `served` and `restored` checkpoints to measure.
         base: the base's checkpoint, for `ppl_base`, `kl_base` and `recovered`.
         corpora: text, under unlike names.
@@ -59,30 +61,36 @@ def measure_drift(
 
     Raises:
         UsageError: nothing to measure, two corpora of one name, text too short, windows longer than the model allows.
-        SourceNotFound, SourceIncompatible, ArtifactInvalid: a checkpoint that is not there or does not load whole.
+        SourceNotFound, SourceIncompatible, ArtifactInvalid: a checkpoint that is not there or does not load whole, or
+            a reference that is damaged or of other texts.
         ResourceShortage: the original and one other model do not fit in memory.
     """
     _check_request(candidates, corpora)
-    encoder = load_encoder(original, settings.bos)
+    # Without the original, a candidate's tokenizer is the same: what was saved is of exactly these windows, or refused.
+    own = next(iter(candidates.values())) if isinstance(original, StoredReference) else original
+    encoder = load_encoder(own, settings.bos)
     texts = [tokenize_corpus(corpus, encoder, settings) for corpus in corpora]
     rivals = {**candidates, **({} if base is None else {_BASE: base})}
     groups = group_rivals(
-        measure_model(original, settings.itemsize),
+        _size_of(original, settings),
         {role: measure_model(folder, settings.itemsize) for role, folder in rivals.items()},
         settings,
         available_memory(device),
     )
     figures: _Figures = {}
     notes: dict[str, list[str]] = {text.name: [] for text in texts}
-    reference = _load(original, _ORIGINAL, settings, device, progress)
-    _check_reference(original, reference, texts)
+    if isinstance(original, StoredReference):
+        reference: LoadedModel | StoredReference = original
+    else:
+        reference = _load(original, _ORIGINAL, settings, device, progress)
+    _check_reference(own, reference, texts)
     # Before any other model is in memory: it holds the logits of one batch more than a comparison does.
     floors = _measure_floors(reference, texts, settings, variant, progress) if noise else {}
     for group in groups:
         models = [_load(rivals[role], role, settings, device, progress) for role in group]
         progress.start(f"measure {variant}", len(models) * sum(text.text_bytes for text in texts))
         for text in texts:
-            figures.update(_measure_text(reference, models, text, settings, notes[text.name], progress))
+            figures.update(_measure_text(reference, models, text, settings, notes[text.name], device, progress))
         progress.finish()
         del models
     results = [
@@ -104,12 +112,34 @@ def measure_drift(
     return results
 
 
+def save_reference(
+    original: Path,
+    corpora: Sequence[Corpus],
+    settings: EvalSettings,
+    path: Path,
+    about: Mapping[str, Any],
+    progress: ProgressSink,
+    device: str = "cpu",
+) -> int:
+    """Keep what an original answers to texts, for `measure_drift` to use in its place; returns the file's bytes.
+
+    Raises:
+        UsageError, SourceNotFound, SourceIncompatible, ResourceShortage: as `measure_drift`; also for want of disk.
+    """
+    _check_request({"original": original}, corpora)
+    encoder = load_encoder(original, settings.bos)
+    texts = [tokenize_corpus(corpus, encoder, settings) for corpus in corpora]
+    model = _load(original, _ORIGINAL, settings, device, progress)
+    _check_reference(original, model, texts)
+    return write_reference(path, model, texts, settings, about, progress)
+
+
 def _check_request(candidates: Mapping[str, Path], corpora: Sequence[Corpus]) -> None:
     if not candidates or not corpora:
         raise UsageError(
             "expected a checkpoint to measure and a text to measure it on, found none", hint="pass --text FILE"
         )
-    assert _BASE not in candidates and _ORIGINAL not in candidates, "reserved roles"
+    assert _BASE not in candidates, "a reserved role"
     names = [corpus.name for corpus in corpora]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -127,7 +157,20 @@ def _load(folder: Path, role: str, settings: EvalSettings, device: str, progress
     return model
 
 
-def _check_reference(folder: Path, reference: LoadedModel, texts: Sequence[TokenizedCorpus]) -> None:
+def _size_of(original: Path | StoredReference, settings: EvalSettings) -> ModelSize:
+    if isinstance(original, StoredReference):
+        return ModelSize(0, original.vocabulary)
+    return measure_model(original, settings.itemsize)
+
+
+def _check_reference(folder: Path, reference: LoadedModel | StoredReference, texts: Sequence[TokenizedCorpus]) -> None:
+    if isinstance(reference, StoredReference):
+        foreign = next((text.name for text in texts if reference.lacks(text)), None)
+        if foreign is not None:
+            raise SourceIncompatible(
+                f"expected {reference.path} to hold answers to the windows of {foreign}, found others",
+                hint="measure the texts it was saved with, under the same settings",
+            )
     highest = max(text.highest_id for text in texts)
     if highest >= reference.vocabulary:
         raise SourceIncompatible(
@@ -143,12 +186,14 @@ def _check_reference(folder: Path, reference: LoadedModel, texts: Sequence[Token
 
 
 def _measure_floors(
-    reference: LoadedModel,
+    reference: LoadedModel | StoredReference,
     texts: Sequence[TokenizedCorpus],
     settings: EvalSettings,
     variant: str,
     progress: ProgressSink,
 ) -> dict[str, NoiseFloor]:
+    if isinstance(reference, StoredReference):
+        return {text.name: reference.noise(text.name) for text in texts}
     progress.start(
         f"noise floor of {variant}", sum(window.text_bytes for text in texts for window in noise_windows(text))
     )
@@ -158,11 +203,12 @@ def _measure_floors(
 
 
 def _measure_text(
-    reference: LoadedModel,
+    reference: LoadedModel | StoredReference,
     models: Sequence[LoadedModel],
     text: TokenizedCorpus,
     settings: EvalSettings,
     notes: list[str],
+    device: str,
     progress: ProgressSink,
 ) -> _Figures:
     active = []
@@ -176,14 +222,25 @@ def _measure_text(
             notes += _compare_vocabularies(reference, model)
             active.append(model)
     parts: dict[str, list[TokenFigures]] = {model.role: [] for model in active}
-    for batch in batches(text.windows, settings.batch_size):
-        if not active:
-            break
-        expected = predict_windows(reference, batch)
-        for model in active:
-            parts[model.role] += _compare_batch(model, batch, expected)
-            progress.advance(sum(window.text_bytes for window in batch))
+    if active:
+        for batch, expected in _original_answers(reference, text, settings, device):
+            for model in active:
+                parts[model.role] += _compare_batch(model, batch, expected)
+                progress.advance(sum(window.text_bytes for window in batch))
     return {(role, text.name): TokenFigures.concatenate(found) for role, found in parts.items()}
+
+
+def _original_answers(
+    reference: LoadedModel | StoredReference, text: TokenizedCorpus, settings: EvalSettings, device: str
+) -> Iterator[tuple[Sequence[Window], Sequence[torch.Tensor]]]:
+    """Every batch of a text with the original's logits, computed or read."""
+    batched = list(batches(text.windows, settings.batch_size))
+    if isinstance(reference, StoredReference):
+        # strict: the reader is asked once more at the end, which is when it checks what it has read.
+        yield from zip(batched, reference.answers(text.name, batched, device), strict=True)
+        return
+    for batch in batched:
+        yield batch, predict_windows(reference, batch)
 
 
 def _compare_batch(model: LoadedModel, batch: Sequence[Window], expected: Sequence[torch.Tensor]) -> list[TokenFigures]:
@@ -194,7 +251,7 @@ def _compare_batch(model: LoadedModel, batch: Sequence[Window], expected: Sequen
     ]
 
 
-def _compare_vocabularies(reference: LoadedModel, model: LoadedModel) -> list[str]:
+def _compare_vocabularies(reference: LoadedModel | StoredReference, model: LoadedModel) -> list[str]:
     """What to say about a base of another vocabulary; a candidate must have the original's."""
     if model.vocabulary == reference.vocabulary:
         return []

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from mfs_decompose.artifact.reader import Family
 from mfs_decompose.errors import MfsError
 from mfs_decompose.events import ProgressSink
-from mfs_decompose.fidelity.artifact_drift import SERVED, DriftRequest, find_original
+from mfs_decompose.fidelity.artifact_drift import SERVED, DriftRequest, find_original, open_reference
 from mfs_decompose.fidelity.corruption import (
     Change,
     FloatFolder,
@@ -25,6 +25,7 @@ from mfs_decompose.fidelity.corruption import (
     write_corrupted,
 )
 from mfs_decompose.fidelity.evaluate import measure_drift
+from mfs_decompose.fidelity.reference import StoredReference
 from mfs_decompose.fidelity.result import DriftResult
 from mfs_decompose.pipeline.restore import restore
 
@@ -70,11 +71,15 @@ def check_measurement(request: DriftRequest, progress: ProgressSink) -> list[Sel
     Raises:
         SourceNotFound, SourceIncompatible: as `measure_artifact`.
     """
-    base = None if request.base is None else Path(request.base)
+    base = request.base
+    original: Path | StoredReference
     with Family.open(request.artifact, base=base) as family:
-        id = (request.variants or family.variant_ids)[0]
+        if request.reference is not None:
+            id, original = open_reference(family, request)
+        else:
+            id = (request.variants or family.variant_ids)[0]
+            original = find_original(family, id, request.originals or {}, progress)
         other = next((one for one in family.variant_ids if one != id), None)
-        original = find_original(family, id, request.originals or {}, progress)
     scratch = request.scratch / "self-check"
     served = scratch / "served"
     for name, folder in ((id, served), ("base", scratch / "base"), (other, scratch / "other")):

@@ -14,7 +14,8 @@ from mfs_decompose.artifact.records import TensorRecord, relative_error
 from mfs_decompose.artifact.values import StoredTensor, open_tensor, row_bytes
 from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.events import ProgressSink
-from mfs_decompose.source.checkpoint import TensorReader, open_checkpoint
+from mfs_decompose.source.checkpoint import TensorReader
+from mfs_decompose.source.resolve import open_source
 
 _TOLERANCE = 1e-6
 """Relative: served weights are fp32 here, and the recorded error was summed from fp64 deltas."""
@@ -50,7 +51,7 @@ def compare_with_originals(
 
 def _compare(family: Family, id: str, ref: str, progress: ProgressSink) -> Compared:
     record = family.variant(id)
-    checkpoint = open_checkpoint(ref, id)
+    checkpoint = open_source(ref, id, progress=progress)
     progress.start(f"comparing {id}", checkpoint.tensor_bytes)
     errors: list[float] = []
     energies: list[float] = []

@@ -195,7 +195,9 @@ def _source(workspace: Workspace, checkpoint: Checkpoint, files: list[FileRecord
     assert all(hashlib.sha256(shard.raw).hexdigest() == shard.sha256 for shard in checkpoint.shards)
     index = checkpoint.index
     return SourceRecord(
-        kind="local",
+        kind="hub" if checkpoint.repo else "local",
+        repo=checkpoint.repo,
+        revision=checkpoint.revision,
         shards=shards,
         index=None if index is None else IndexFile(name=index.name, sha256=keep(read_sidecar(checkpoint, index))),
         files={sidecar.name: keep(read_sidecar(checkpoint, sidecar)) for sidecar in checkpoint.sidecars},

@@ -63,7 +63,7 @@ def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -
     sink = progress or NullSink()
     if request.out.name in ("", ".."):  # `.` has no name that could be given to what is finished
         request = replace(request, out=request.out.resolve())
-    prepared = prepare(request)
+    prepared = prepare(request, sink)
     for note in prepared.alignment.notes:
         sink.note(note, "warning")
     publish_finished(request.out, request.overwrite)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from mfs_decompose.artifact.atomic import require_writable
 from mfs_decompose.artifact.layout import MANIFEST, RESERVED_IDS, is_variant_id
 from mfs_decompose.errors import OutputBusy, ResourceShortage, UsageError
+from mfs_decompose.events import ProgressSink
 from mfs_decompose.pipeline.request import DecomposeRequest
 from mfs_decompose.plan.build import build_plan
 from mfs_decompose.plan.estimate import Estimate, estimate
@@ -15,7 +17,8 @@ from mfs_decompose.plan.model import Plan
 from mfs_decompose.provenance import available_memory, free_disk, processors
 from mfs_decompose.recipe.schema import Recipe
 from mfs_decompose.source.align import Alignment, align, mean_base_tensors
-from mfs_decompose.source.checkpoint import Checkpoint, open_checkpoint
+from mfs_decompose.source.checkpoint import Checkpoint
+from mfs_decompose.source.resolve import open_source
 from mfs_decompose.units import format_bytes
 
 _BASELINE_BYTES = 350_000_000
@@ -33,15 +36,18 @@ class Prepared:
     estimate: Estimate
 
 
-def prepare(request: DecomposeRequest) -> Prepared:
-    """Open all sources from headers alone and plan the run; nothing is written.
+def prepare(request: DecomposeRequest, progress: ProgressSink | None = None, *, headers_only: bool = False) -> Prepared:
+    """Open all sources from headers alone and plan the run; nothing is written at `request.out`.
+
+    Models of the Hub are fetched first, or with `headers_only` looked at from afar.
 
     Raises:
         MfsError: with the exit code of what is wrong, see errors.py.
     """
     check_ids(request)
-    base = None if request.base is None else open_checkpoint(request.base, "base")
-    variants = tuple(open_checkpoint(request.variants[id], id) for id in sorted(request.variants))
+    open_one = partial(open_source, offline=request.offline, progress=progress, headers_only=headers_only)
+    base = None if request.base is None else open_one(request.base, "base")
+    variants = tuple(open_one(request.variants[id], id) for id in sorted(request.variants))
     check_output(request, [*variants, *([base] if base is not None else [])])
     mode, store = _base_choice(request.recipe, base)
     if base is not None and mode == "known":
@@ -159,7 +165,10 @@ def _base_choice(
         mode = "mean" if base is None else "known"
     if mode == "known" and base is None:
         raise UsageError("the base mode 'known' needs a base, found none", hint="Add --base FOLDER.")
-    store = "copy" if recipe.base.store == "auto" else recipe.base.store
+    # A pinned commit of the Hub can be had again by anyone; a folder of this machine cannot.
+    remote = mode == "known" and base is not None and base.repo is not None
+    automatic: Literal["copy", "reference"] = "reference" if remote else "copy"
+    store = automatic if recipe.base.store == "auto" else recipe.base.store
     if mode == "mean" and store != "copy":
         raise UsageError(
             f"a mean base exists nowhere else, so it cannot be stored by {store}", hint="Leave --base-store out."

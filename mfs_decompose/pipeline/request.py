@@ -22,6 +22,7 @@ class DecomposeRequest:
     recipe: Recipe
     base: str | None = None
     device: str = "auto"
+    offline: bool = False
     threads: int | None = None
     resume: bool = True
     overwrite: bool = False

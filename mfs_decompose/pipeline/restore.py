@@ -49,7 +49,7 @@ def restore(
     out: Path,
     options: RestoreOptions | None = None,
     *,
-    base: Path | None = None,
+    base: str | Path | None = None,
     nested: bool = False,
     progress: ProgressSink | None = None,
 ) -> tuple[Restored, ...]:

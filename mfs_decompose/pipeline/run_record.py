@@ -34,8 +34,8 @@ def write_run(
             "bytes_read": bytes_read,
             "resumed_units": resumed_units,
             "hints": {
-                "base": None if base is None else str(base.root.absolute()),
-                "variants": {variant.id: str(variant.root.absolute()) for variant in prepared.variants},
+                "base": None if base is None else base.pinned,
+                "variants": {variant.id: variant.pinned for variant in prepared.variants},
             },
             "stats": _stats(prepared),
         },

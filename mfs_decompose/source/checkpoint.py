@@ -33,7 +33,8 @@ class Checkpoint:
 
     `shards` and `sidecars` are sorted by name, `tensors` holds every tensor of every shard by name, sorted; `index` is
     the weight index of a sharded checkpoint; `left_out` names what lies in the folder and is not taken (folders end in
-    a slash); `config` is the parsed config.json, empty where there is none.
+    a slash); `config` is the parsed config.json, empty where there is none; `repo` and `revision` (a commit) belong to
+    a model of the Hub.
     """
 
     id: str
@@ -44,6 +45,13 @@ class Checkpoint:
     sidecars: tuple[Sidecar, ...]
     left_out: tuple[str, ...]
     config: Mapping[str, object]
+    repo: str | None = None
+    revision: str | None = None
+
+    @property
+    def pinned(self) -> str:
+        """A reference that means the same tomorrow: the commit of a model of the Hub, or the absolute path."""
+        return f"hf://{self.repo}@{self.revision}" if self.repo else str(self.root.absolute())
 
     @property
     def tensor_bytes(self) -> int:

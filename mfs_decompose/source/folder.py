@@ -16,7 +16,6 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9._+-]{0,127}")
 _SIDECAR = re.compile(r".*\.(json|jinja|txt|model|tiktoken|py)|LICENSE.*|NOTICE.*|README\.md")
 _OTHER_INDEX = re.compile(r".*\.index(\.[^.]+)?\.json")  # of weights that are not read, such as pytorch_model.bin's
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
-_HUB_NAME = re.compile(r"(hf:/+|https?:/+huggingface\.co/)?[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +113,7 @@ def _entries(root: Path) -> list[tuple[str, bool]]:
         with os.scandir(root) as entries:
             return sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
     except FileNotFoundError:
-        hint = "Check the path."
-        if _HUB_NAME.fullmatch(str(root)):
-            hint = "Check the path. This version reads local folders only: download a model of the Hub first."
-        raise SourceNotFound(f"no such folder: {root}", hint=hint) from None
+        raise SourceNotFound(f"no such folder: {root}", hint="Check the path.") from None
     except NotADirectoryError:
         hint = "Give the folder of a checkpoint."
         if root.suffix == ".safetensors":

@@ -66,8 +66,8 @@ def open_source(
     headers_only: bool = False,
     token_env: str | None = None,
     cache_dir: Path | None = None,
-) -> tuple[Checkpoint, str | None, str | None]:
-    """Open the checkpoint that `text` means: (checkpoint, repository, commit), both None for a folder.
+) -> Checkpoint:
+    """Open the checkpoint that `text` means, with its repository and commit where it comes from the Hub.
 
     With `headers_only`, for a dry run, no weights of the Hub are fetched or hashed; they cannot be read afterwards.
     Of a model of the Hub nothing counts as left out: what else lies in the cache is not its doing.
@@ -87,10 +87,12 @@ def open_source(
         else:
             checkpoint, commit = read_remote_headers(ref, id, sink, token_env=token_env, cache_dir=cache_dir)
         _say_commit(ref, commit, sink)
-        return replace(checkpoint, left_out=()), ref.repo, commit
+        return replace(checkpoint, left_out=(), repo=ref.repo, revision=commit)
     found = resolve(ref, offline=offline, token_env=token_env, progress=sink, cache_dir=cache_dir)
     checkpoint = open_checkpoint(found.folder, id)
-    return (replace(checkpoint, left_out=()) if found.repo else checkpoint), found.repo, found.revision
+    if found.repo is None:
+        return checkpoint
+    return replace(checkpoint, left_out=(), repo=found.repo, revision=found.revision)
 
 
 def _say_commit(ref: SourceRef, commit: str, progress: ProgressSink) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fidelity_models import DOCUMENTS, make_model, make_tokenizer, perturb, save
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from mfs_decompose.events import NullSink
 from mfs_decompose.fidelity import evaluate, model
@@ -25,6 +26,8 @@ from mfs_decompose.fidelity.model import load_model
 from mfs_decompose.fidelity.result import DriftResult
 from mfs_decompose.fidelity.settings import EvalSettings
 from mfs_decompose.fidelity.text import Corpus
+from mfs_decompose.fidelity.tokenizer import load_encoder
+from mfs_decompose.fidelity.windows import tokenize_corpus
 
 # One document of 5 words and one of 40: in one batch, most of the first row is padding.
 UNLIKE = Corpus("unlike", ("a fox, a dog", " ".join(f"word{i} and" for i in range(20)), *DOCUMENTS))
@@ -74,48 +77,56 @@ def test_b54_padding_is_neither_seen_nor_counted(family: dict[str, Path], paddin
     within_noise(measure(family, batch_size=size, padding=padding), measure(family))
 
 
-@pytest.mark.parametrize("lost", ["attention_mask", "position_ids"])
-def test_b54_padding_that_is_seen_would_be_noticed(
-    family: dict[str, Path], monkeypatch: pytest.MonkeyPatch, lost: str
-) -> None:
-    """The mistake of the report, planted: without mask or positions, left padding changes the figures."""
+def test_b54_padding_that_is_seen_would_be_noticed(family: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistake of the report, planted: without a mask, padding changes the figures and the noise floor."""
     right = measure(family)
     load = load_model
 
     def careless(*words: Any) -> Any:
         loaded = load(*words)
         forward = loaded.network.forward
-
-        def forget(**inputs: Any) -> Any:
-            inputs.pop(lost, None)
-            if lost == "position_ids":
-                inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
-            return forward(**inputs)
-
-        monkeypatch.setattr(loaded.network, "forward", forget)
+        loaded.network.forward = lambda input_ids, **_: forward(input_ids=input_ids, use_cache=False)
         return loaded
 
     monkeypatch.setattr(evaluate, "load_model", careless)
     wrong = measure(family, batch_size=5, padding="left")
-    assert wrong.noise_kl is not None
-    assert lost == "position_ids" or wrong.noise_kl > 1e-6, "the noise floor itself gives it away"
+    assert wrong.noise_kl is not None and wrong.noise_kl > 1e-3
     with pytest.raises(AssertionError):
         within_noise(wrong, right)
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_b54_learned_positions_count_from_the_first_token(tmp_path: Path, padding: Any) -> None:
+    """A rotary model hardly minds a shift of all positions; this one does."""
+    torch.manual_seed(5)
+    config = GPT2Config(vocab_size=131, n_positions=64, n_embd=48, n_layer=2, n_head=4, initializer_range=0.2)
+    network: Any = GPT2LMHeadModel(config)
+    save(network, tmp_path / "gpt2", make_tokenizer(bos=False))
+    loaded = load_model(tmp_path / "gpt2", "original", EvalSettings(padding=padding))
+    windows = [window for window in _windows(tmp_path / "gpt2") if len(window.inputs) < 47][:3]
+    assert len({len(window.inputs) for window in windows}) == 3
+    together = model.predict_windows(loaded, windows)
+    for window, logits_TV in zip(windows, together, strict=True):
+        (alone_TV,) = model.predict_windows(loaded, [window])
+        torch.testing.assert_close(logits_TV, alone_TV, atol=1e-5, rtol=1e-5)
+    forward = loaded.network.forward
+    loaded.network.forward = lambda position_ids=None, **inputs: forward(**inputs)
+    without = model.predict_windows(loaded, windows)
+    shortest = min(range(3), key=lambda i: len(windows[i].inputs))
+    close = torch.allclose(without[shortest], together[shortest], atol=1e-3)
+    assert close == (padding == "right"), "only padding on the left needs positions"
 
 
 def test_b54_rotary_models_need_no_positions_with_padding_on_the_right(family: dict[str, Path]) -> None:
     loaded = load_model(family["original"], "original", EvalSettings(window=48, batch_size=2))
     shown: list[set[str]] = []
     loaded.network.register_forward_pre_hook(lambda module, args, inputs: shown.append(set(inputs)), with_kwargs=True)
-    model.predict_windows(loaded, [window for window in _windows(family) if window.document < 2][:2])
+    model.predict_windows(loaded, _windows(family["original"])[:2])
     assert shown == [{"input_ids", "attention_mask", "use_cache"}]
 
 
-def _windows(family: dict[str, Path]) -> Any:
-    from mfs_decompose.fidelity.tokenizer import load_encoder
-    from mfs_decompose.fidelity.windows import tokenize_corpus
-
-    return tokenize_corpus(UNLIKE, load_encoder(family["original"], "auto"), EvalSettings(window=48)).windows
+def _windows(folder: Path, window: int = 48) -> Any:
+    return tokenize_corpus(UNLIKE, load_encoder(folder, "auto"), EvalSettings(window=window)).windows
 
 
 @dataclass
@@ -246,10 +257,7 @@ def test_b62_the_original_is_not_contaminated_by_what_is_measured_beside_it(
         for _ in range(2)
         for result in measure_drift(family["original"], candidates, family["base"], [UNLIKE], how, "v", NullSink())
     ]
-    from mfs_decompose.fidelity.tokenizer import load_encoder
-    from mfs_decompose.fidelity.windows import tokenize_corpus
-
-    windows = tokenize_corpus(UNLIKE, load_encoder(family["original"], "auto"), how).windows
+    windows = _windows(family["original"], how.window)
     process = subprocess.run(
         [sys.executable, "-c", ORACLE, str(family["original"])],
         input=json.dumps([[window.inputs, window.targets] for window in windows]),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from checkpoints import EMBEDDING, HEAD
+from checkpoints import EMBEDDING, HEAD, random_checkpoint
 from pipeline_runs import (
     LARGE,
     NORM,
@@ -395,10 +394,8 @@ def test_side_files_are_stored_once(tmp_path: Path) -> None:
 
 
 def test_a_leftover_in_the_metadata_comes_back(tmp_path: Path) -> None:
-    from checkpoints import random_checkpoint
-
     base, _ = toys(tmp_path)
-    own: Any = random_checkpoint(tmp_path / "own", moved(toy_tensors(), 1), {"leftover": "yes"})
+    own = random_checkpoint(tmp_path / "own", moved(toy_tensors(), 1), {"leftover": "yes"})
     run(tmp_path / "art", base, {"own": own}, LOSSLESS)
     back(tmp_path / "art", "own", tmp_path / "out")
     weights = "model.safetensors"

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import EMBEDDING, INDEX, Family
-from pipeline_runs import Recording, contents, copied, moved, run, toy, toy_tensors, toys
+from checkpoints import EMBEDDING, INDEX, Family, read_weights
+from pipeline_runs import Recording, contents, copied, run, toys
+from safetensors.torch import save_file
 
 from mfs_decompose.errors import MfsError, OutputBusy, ResourceShortage, ResumeRefused, SourceIncompatible
 from mfs_decompose.source.checkpoint import open_checkpoint
@@ -391,9 +392,6 @@ def _weights(folder: Path) -> None:
 
 
 def _headers(folder: Path) -> None:
-    from checkpoints import read_weights
-    from safetensors.torch import save_file
-
     weights = read_weights(folder)
     for path in (*folder.glob("*.safetensors"), folder / INDEX):
         path.unlink()
@@ -459,29 +457,3 @@ def test_a_finished_run_under_its_working_name(tmp_path: Path, art: Path, family
     assert (report.written, sink.stages) == (False, [])
     assert contents(out) == contents(art)
     assert not partial(out).exists()
-
-
-def test_moved_toys_are_kin(tmp_path: Path) -> None:
-    """What these tests stand on: a toy variant is no copy of its base."""
-    one = moved(toy_tensors(), 1)
-    assert any(not one[name].equal(tensor) for name, tensor in toy_tensors().items())
-    assert toy(tmp_path / "one", one).is_dir()
-
-
-@pytest.mark.parametrize("resume", [True, False])
-def test_somebody_elses_folder_of_that_name_is_left_alone(tmp_path: Path, family: Family, resume: bool) -> None:
-    out = tmp_path / "art"
-    partial(out).mkdir()
-    (partial(out) / "thesis.txt").write_text("years of work")
-    with pytest.raises(OutputBusy, match=r"art\.partial is in the way"):
-        run(out, family.base, family.variants, resume=resume)
-    assert (partial(out) / "thesis.txt").read_text() == "years of work"
-    assert not out.exists()
-
-
-def test_a_file_of_that_name_is_in_the_way(tmp_path: Path, family: Family) -> None:
-    out = tmp_path / "art"
-    partial(out).write_text("a file")
-    with pytest.raises(OutputBusy, match="is in the way"):
-        run(out, family.base, family.variants)
-    assert partial(out).read_text() == "a file"

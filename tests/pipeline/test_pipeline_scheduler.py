@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -68,6 +69,22 @@ def test_a_smaller_unit_fits_beside_a_large_one() -> None:
     run_units([Load(0, 8), Load(1, 5), Load(2, 2)], work, lambda unit, _: None, 2, 10)
 
 
+def test_what_does_not_fit_waits_until_there_is_room() -> None:
+    small, started, seen = threading.Event(), [], []
+
+    def work(unit: Load, stop: Stop) -> None:
+        started.append(unit.name)
+        if unit.name == 2:
+            small.set()
+        if unit.name == 0:
+            assert small.wait(20)
+            seen.extend(started)
+
+    run_units([Load(0, 6), Load(1, 6), Load(2, 1)], work, lambda unit, _: None, 3, 10)
+    assert seen == [0, 2]
+    assert started == [0, 2, 1]
+
+
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
 def test_an_error_stops_the_others_and_is_raised(error: BaseException) -> None:
     started, stopped = threading.Event(), []
@@ -77,8 +94,9 @@ def test_an_error_stops_the_others_and_is_raised(error: BaseException) -> None:
             assert started.wait(20)
             raise error
         started.set()
+        give_up = time.monotonic() + 20
         try:
-            while True:
+            while time.monotonic() < give_up:
                 stop.check()
         except StoppedError:
             stopped.append(unit.name)

@@ -62,13 +62,6 @@ class TestPlaces:
             list_folder(tmp_path / "nothing")
         assert (caught.value.exit_code, caught.value.hint) == (11, "Check the path.")
 
-    @pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "hf://org/name", "https://huggingface.co/org/name"])
-    def test_names_of_the_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(SourceNotFound, match="no such folder") as caught:
-            list_folder(Path(name))
-        assert "reads local folders only" in (caught.value.hint or "")
-
     def test_a_file_of_weights(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(b"")
         with pytest.raises(SourceNotFound, match="expected a checkpoint's folder, found a file") as caught:

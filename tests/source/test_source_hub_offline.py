@@ -56,7 +56,8 @@ def test_the_environment_can_say_so(hub: HubStub, cached: Resolved, monkeypatch:
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve(SourceRef.parse("org/name")) == cached
-    checkpoint, repo, revision = open_source("org/name", "math", headers_only=True)
+    checkpoint = open_source("org/name", "math", headers_only=True)
+    repo, revision = checkpoint.repo, checkpoint.revision
     assert (checkpoint.root, repo, revision) == (cached.folder, "org/name", cached.revision)
     assert hub.seen == []
 

@@ -30,7 +30,8 @@ class TestFolders:
     def test_a_folder_is_itself(self, family: Family) -> None:
         assert resolve(SourceRef.parse(str(family.base))) == Resolved(family.base)
         for headers_only in (False, True):
-            checkpoint, repo, revision = open_source(str(family.base), "base", headers_only=headers_only)
+            checkpoint = open_source(str(family.base), "base", headers_only=headers_only)
+            repo, revision = checkpoint.repo, checkpoint.revision
             assert (repo, revision) == (None, None)
             assert checkpoint == open_checkpoint(family.base, "base")
 
@@ -39,7 +40,7 @@ class TestFolders:
         assert resolve(SourceRef.parse("base")).pinned == str(tmp_path / "base")
 
     def test_offline_or_not_does_not_matter(self, family: Family) -> None:
-        assert open_source(str(family.base), "base", offline=True)[0].tensors
+        assert open_source(str(family.base), "base", offline=True).tensors
 
     def test_one_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(SourceNotFound, match="no such folder"):
@@ -53,9 +54,9 @@ class TestFolders:
         monkeypatch.chdir(tmp_path)
         random_checkpoint(tmp_path / "org" / "name", {"here": torch.zeros(3, 5)})
         hub.commit("org/name", model_files())
-        assert list(open_source("org/name", "x")[0].tensors) == ["here"]
+        assert list(open_source("org/name", "x").tensors) == ["here"]
         assert hub.seen == []
-        assert "layers.0.weight" in open_source("hf://org/name", "x")[0].tensors
+        assert "layers.0.weight" in open_source("hf://org/name", "x").tensors
 
     def test_nothing_of_an_http_client_is_imported_for_one(self, family: Family) -> None:
         program = "import sys; from mfs_decompose.source.resolve import open_source; open_source(sys.argv[1], 'x'); "
@@ -73,7 +74,8 @@ class TestModels:
         """A sharded variant of the tests' family: every tensor as in the folder it came from."""
         place = family.variants["math"]
         commit = hub.commit("org/math", {path.name: path.read_bytes() for path in place.iterdir()})
-        checkpoint, repo, revision = open_source("hf://org/math", "math")
+        checkpoint = open_source("hf://org/math", "math")
+        repo, revision = checkpoint.repo, checkpoint.revision
         local = open_checkpoint(place, "math")
         assert (repo, revision) == ("org/math", commit)
         assert (checkpoint.sidecars, checkpoint.index, checkpoint.config) == (local.sidecars, local.index, local.config)
@@ -83,7 +85,7 @@ class TestModels:
 
     def test_a_snapshot_is_left_as_it_was(self, hub: HubStub) -> None:
         hub.commit("org/name", model_files())
-        checkpoint, _, _ = open_source("hf://org/name", "x")
+        checkpoint = open_source("hf://org/name", "x")
         before = {path: (path.lstat().st_ino, path.stat().st_mtime_ns) for path in checkpoint.root.iterdir()}
         with TensorReader(checkpoint) as reader:
             reader.rows("layers.0.weight")
@@ -95,11 +97,11 @@ class TestModels:
         from huggingface_hub import snapshot_download
 
         hub.commit("org/name", model_files())
-        before, _, _ = open_source("hf://org/name", "x")
+        before = open_source("hf://org/name", "x")
         snapshot_download("org/name")
         assert (before.root / "pytorch_model.bin").exists()
         for offline in (False, True):
-            assert open_source("hf://org/name", "x", offline=offline)[0] == before
+            assert open_source("hf://org/name", "x", offline=offline) == before
 
 
 class TestHeadersOnly:
@@ -110,14 +112,15 @@ class TestHeadersOnly:
         files = model_files(shards=shards, rows=5_003)
         commit = hub.commit("org/name", files)
         sink = RecordingSink()
-        planned, repo, revision = open_source("hf://org/name", "x", headers_only=True, progress=sink)
+        planned = open_source("hf://org/name", "x", headers_only=True, progress=sink)
+        repo, revision = planned.repo, planned.revision
         assert (repo, revision) == ("org/name", commit)
         assert not (tmp_path / "hub").exists()
         names = sorted(name for name in files if name.endswith(".safetensors"))
         assert hub.bodies() == sorted([*names, "config.json", *([INDEX] if shards > 1 else [])])
         assert [hub.ranges(name) for name in names] == [["bytes=0-65535"]] * shards
         assert [(stage.name, stage.finished) for stage in sink.stages] == [("reading headers of org/name", True)]
-        whole, _, _ = open_source("hf://org/name", "x")
+        whole = open_source("hf://org/name", "x")
         assert planned.root == whole.root
         assert (planned.tensors, planned.sidecars, planned.index) == (whole.tensors, whole.sidecars, whole.index)
         assert planned.config == whole.config
@@ -132,7 +135,7 @@ class TestHeadersOnly:
         content = shard(tensors, seed=1)
         length = 8 + int.from_bytes(content[:8], "little")
         hub.commit("org/name", {"model.safetensors": content})
-        checkpoint, _, _ = open_source("hf://org/name", "x", headers_only=True)
+        checkpoint = open_source("hf://org/name", "x", headers_only=True)
         assert set(checkpoint.tensors) == set(tensors)
         assert hub.ranges("model.safetensors") == ["bytes=0-699", f"bytes=700-{length - 1}"]
 
@@ -155,13 +158,13 @@ class TestHeadersOnly:
         tensors = {f"a.very.long.name.of.a.tensor.{number}.weight": (3, 5) for number in range(40)}
         hub.commit("org/name", {"model.safetensors": shard(tensors, seed=1)})
         hub.fail("model.safetensors", *faults)
-        assert set(open_source("hf://org/name", "x", headers_only=True)[0].tensors) == set(tensors)
+        assert set(open_source("hf://org/name", "x", headers_only=True).tensors) == set(tensors)
 
     def test_what_is_in_the_cache_is_not_asked_for(self, hub: HubStub) -> None:
         hub.commit("org/name", model_files())
-        whole, _, _ = open_source("hf://org/name", "x")
+        whole = open_source("hf://org/name", "x")
         hub.seen.clear()
-        assert open_source("hf://org/name", "x", headers_only=True)[0].tensors == whole.tensors
+        assert open_source("hf://org/name", "x", headers_only=True).tensors == whole.tensors
         assert hub.bodies() == []
 
     @pytest.mark.parametrize("name", ["config.json", INDEX])
@@ -217,7 +220,7 @@ class TestHeadersOnly:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
         program = "import sys; from mfs_decompose.source.resolve import open_source; "
-        program += "print(len(open_source('hf://org/name', 'x', headers_only=True)[0].tensors)); "
+        program += "print(len(open_source('hf://org/name', 'x', headers_only=True).tensors)); "
         program += "open_source('hf://org/name', 'x'); print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
         done = subprocess.run(
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
