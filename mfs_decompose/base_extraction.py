@@ -7,21 +7,25 @@ base as stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
 
-def mean_rows(rows: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def mean_rows(rows: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The mean of equal-shaped rows of K variants, summed in fp64 in the order given, rounded to `dtype`.
+
+    Rows are taken one after the other, so that memory does not grow with K.
 
     Where a variant is not finite the mean is 0: that element will be stored exactly in the variants that have it, and
     a NaN in one variant must not reach the others.
     """
-    total = rows[0].to(torch.float64, copy=True)  # not from 0.0: what is -0.0 in all of them stays so
-    for values in rows[1:]:
+    given = iter(rows)
+    total, count = next(given).to(torch.float64, copy=True), 1  # not from 0.0: what is -0.0 in all of them stays so
+    for values in given:
         total += values.to(torch.float64)
-    mean = (total / len(rows)).to(dtype)
+        count += 1
+    mean = (total / count).to(dtype)
     return torch.where(torch.isfinite(mean), mean, torch.zeros_like(mean))
 
 

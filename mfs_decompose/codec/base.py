@@ -62,8 +62,9 @@ class LossyCodec(Protocol):
         steps: int,
         key: int,
         params: Mapping[str, str],
+        device: str = "cpu",
     ) -> Fit | None:
-        """Fit one delta that is read in row blocks."""
+        """Fit one delta that is read in row blocks, which lie on `device`."""
 
     def array_names(self, params: Mapping[str, str]) -> tuple[str, ...]:
         """The arrays of a fit in the order they are stored."""

@@ -45,8 +45,9 @@ class LowRank:
         steps: int,
         key: int,
         params: Mapping[str, str],
+        device: str = "cpu",
     ) -> Fit | None:
-        found = blocked_svd(blocks, shape, steps, key)
+        found = blocked_svd(blocks, shape, steps, key, device)
         return None if found is None else _fit(found, _FORMATS[params["factors"]])
 
     def open(self, node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> _Product:

@@ -42,6 +42,7 @@ class Sparse:
         steps: int,
         key: int,
         params: Mapping[str, str],
+        device: str = "cpu",
     ) -> Fit | None:
         return self._finish([_largest(block, steps) for _, block in blocks()], shape[1], params)
 

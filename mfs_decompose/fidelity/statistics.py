@@ -4,7 +4,7 @@ What is resampled are runs of 64 scored tokens of one document; the last run of 
 figure is a ratio of sums, `sum over runs / tokens in them`. Original and measured model are resampled together.
 
 Runs of one document resemble each other: resampled as if they did not, intervals meant to hold the truth 95 times of
-100 hold it 71 to 90 times (docs/decisions/0005-intervals.md). So the interval of the runs is widened by the design
+100 hold it 73 to 89 times (docs/decisions/0005-intervals.md). So the interval of the runs is widened by the design
 effect that the documents show (Kish, Survey Sampling, 1965): the variance of their sums over that of as many
 independent runs. Percentiles are expanded for few units (Hesterberg, What Teachers Should Know About the Bootstrap,
 2015).

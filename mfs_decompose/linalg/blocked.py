@@ -17,8 +17,8 @@ Blocks = Callable[[], Iterator[tuple[int, torch.Tensor]]]
 """Reads the matrix once more: (first row, fp32 rows) in order. Which rows form a block may depend on shapes alone."""
 
 
-def blocked_svd(blocks: Blocks, shape: tuple[int, int], rank: int, key: int) -> Truncation | None:
-    """Factorise one finite fp32 matrix [M, N] read by `blocks`; None where the result is not finite.
+def blocked_svd(blocks: Blocks, shape: tuple[int, int], rank: int, key: int, device: str = "cpu") -> Truncation | None:
+    """Factorise one finite fp32 matrix [M, N] whose blocks lie on `device`; None where the result is not finite.
 
     Holds one block, and matrices of max(M, N) x 2 rank.
     """
@@ -26,15 +26,15 @@ def blocked_svd(blocks: Blocks, shape: tuple[int, int], rank: int, key: int) -> 
     short = min(rows, columns)
     rank = min(rank, short)
     if rows >= columns and uses_gram(rank, short):
-        found = _tall_gram(blocks, rows, columns, rank)
+        found = _tall_gram(blocks, rows, columns, rank, device)
     else:
-        basis = random_matrix(key, short, sketch_width(rank, short))
+        basis = random_matrix(key, short, sketch_width(rank, short)).to(device)
         found = _tall(blocks, rows, rank, basis) if rows >= columns else _wide(blocks, columns, rank, basis)
     return found if found is not None and is_sound(found) else None
 
 
-def _tall_gram(blocks: Blocks, rows: int, columns: int, rank: int) -> Truncation | None:
-    gram = torch.zeros(columns, columns, dtype=torch.float64)
+def _tall_gram(blocks: Blocks, rows: int, columns: int, rank: int, device: str) -> Truncation | None:
+    gram = torch.zeros(columns, columns, dtype=torch.float64, device=device)
     norms: list[float] = []
     for _, block in blocks():
         wide = block.to(torch.float64)
@@ -46,7 +46,7 @@ def _tall_gram(blocks: Blocks, rows: int, columns: int, rank: int) -> Truncation
 def _tall(blocks: Blocks, rows: int, rank: int, basis: torch.Tensor) -> Truncation | None:
     norms: list[float] = []
     for turn in range(POWER_ITERATIONS):
-        image = torch.zeros(basis.shape, dtype=torch.float64)
+        image = torch.zeros_like(basis, dtype=torch.float64)
         for _, block in blocks():
             part = block @ basis
             largest = peak(part)
@@ -67,14 +67,14 @@ def _wide(blocks: Blocks, columns: int, rank: int, basis: torch.Tensor) -> Trunc
 
 
 def _multiply(blocks: Blocks, rows: int, right: torch.Tensor) -> torch.Tensor:
-    product = torch.empty(rows, right.shape[1])
+    product = right.new_empty(rows, right.shape[1])
     for first, block in blocks():
         torch.mm(block, right, out=product[first : first + block.shape[0]])
     return product
 
 
 def _multiply_transposed(blocks: Blocks, columns: int, left: torch.Tensor, norms: list[float] | None) -> torch.Tensor:
-    product = torch.zeros(columns, left.shape[1])
+    product = left.new_zeros(columns, left.shape[1])
     for first, block in blocks():
         product += block.mT @ left[first : first + block.shape[0]]
         if norms is not None:

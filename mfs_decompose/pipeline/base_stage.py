@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mfs_decompose.artifact.atomic import shortage_named
 from mfs_decompose.artifact.files import FileRecord, copy_file, hardlink_file
@@ -23,6 +25,9 @@ from mfs_decompose.source.checkpoint import Checkpoint, TensorReader
 from mfs_decompose.source.dtypes import torch_dtype
 from mfs_decompose.source.header import TensorSpec, read_shard_header
 
+if TYPE_CHECKING:
+    import torch
+
 _UNIT_BYTES = 1 << 26
 
 
@@ -35,24 +40,24 @@ class BaseUnit:
     peak_bytes: int
 
 
-def base_units(plan: Plan, variants: int) -> tuple[BaseUnit, ...]:
+def base_units(plan: Plan) -> tuple[BaseUnit, ...]:
     """The base's tensors, in order of their names, in pieces of about 64 MiB."""
     units: list[BaseUnit] = []
     current: list[TensorSpec] = []
     for name in sorted(plan.base_tensors):
         spec = plan.base_tensors[name]
         if current and sum(tensor.nbytes for tensor in current) + spec.nbytes > _UNIT_BYTES:
-            units.append(_unit(len(units), current, variants))
+            units.append(_unit(len(units), current))
             current = []
         current.append(TensorSpec(spec.name, spec.dtype, spec.shape))
     if current:
-        units.append(_unit(len(units), current, variants))
+        units.append(_unit(len(units), current))
     return tuple(units)
 
 
-def _unit(number: int, tensors: Sequence[TensorSpec], variants: int) -> BaseUnit:
+def _unit(number: int, tensors: Sequence[TensorSpec]) -> BaseUnit:
     widest = max(tensor.row_bytes for tensor in tensors)
-    return BaseUnit(number, tuple(tensors), (variants + 4) * (8 * DECODE_ELEMENTS + widest))
+    return BaseUnit(number, tuple(tensors), 6 * (8 * DECODE_ELEMENTS + 4 * widest))
 
 
 def store_known_base(workspace: Workspace, plan: Plan, base: Checkpoint, progress: ProgressSink) -> list[FileRecord]:
@@ -119,8 +124,8 @@ def make_mean_base(
                 digest = hashlib.sha256()
                 for start, end in _blocks(spec):
                     stop.check()
-                    rows = [reader.rows(spec.name, start, end) for reader in readers]
-                    data = row_bytes(mean_rows(rows, torch_dtype(spec.dtype)))
+                    rows = partial(_rows_of, spec.name, start, end)
+                    data = row_bytes(mean_rows(map(rows, readers), torch_dtype(spec.dtype)))
                     digest.update(data)
                     output.write(data)
                     progress.advance((end - start) * spec.row_bytes)
@@ -168,6 +173,10 @@ def _run(
         memory,
     )
     progress.finish()
+
+
+def _rows_of(name: str, start: int, stop: int, reader: TensorReader) -> torch.Tensor:
+    return reader.rows(name, start, stop)
 
 
 def _blocks(spec: TensorSpec) -> list[tuple[int, int]]:

@@ -59,7 +59,7 @@ def _exact(items: list[Item], found: Mapping[Key, Choice], surveyed: Mapping[Key
     """Bytes of a variant that allocation cannot change, and how many entries its shards may have."""
     open_items = [item for item in items if item.key not in found]
     nbytes = _exact_bytes(items, found, surveyed) + _tails(open_items) + _fixed_bytes(open_items, surveyed)
-    free = [item for item in items if item.key in found and found[item.key].codec in ("identical", "alias")]
+    free = [item for item in items if item.key in found and found[item.key].costs_nothing(item)]
     return nbytes, len(items) - len(free)
 
 
@@ -69,7 +69,7 @@ def _settle(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> dict[Key, Ch
     first: dict[tuple[object, ...], str] = {}
     for item in items:  # sorted by name, so the first of equal tensors holds the bytes
         facts = surveyed[item.key]
-        if facts.identical:
+        if facts.identical and not item.tail_bytes:
             found[item.key] = Choice("identical")
             continue
         likeness = (facts.sha256, item.spec.dtype, item.spec.shape, item.codec, tuple(sorted(item.params.items())))
@@ -77,7 +77,9 @@ def _settle(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> dict[Key, Ch
             found[item.key] = Choice("alias", of=first[likeness])
             continue
         first[likeness] = item.name
-        if item.lossy and facts.fit is None:
+        if facts.identical:
+            found[item.key] = Choice("identical")  # but for its new rows
+        elif item.lossy and facts.fit is None:
             found[item.key] = Choice("lossless")
         elif not item.lossy:
             found[item.key] = Choice(item.codec)
@@ -88,6 +90,8 @@ def _exact_bytes(items: list[Item], found: Mapping[Key, Choice], surveyed: Mappi
     sizes: dict[str, int] = defaultdict(int)
     for item in items:
         choice = found.get(item.key)
+        if choice is not None and choice.codec == "identical" and item.tail_bytes:
+            sizes[item.name] = item.tail_bytes + ENTRY_BYTES
         if choice is not None and choice.codec in ("raw", "lossless"):
             forced = surveyed[item.key].exact_bytes
             sizes[item.name] = (item.spec.nbytes if forced is None else forced) + ENTRY_BYTES

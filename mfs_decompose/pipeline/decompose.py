@@ -142,7 +142,7 @@ def _store_base(
     sink: ProgressSink,
 ) -> tuple[list[FileRecord], Sources]:
     """The base's files in the artifact, and where its weights are read from now on: the base as stored."""
-    units = base_units(plan, len(readers))
+    units = base_units(plan)
     if base is not None:
         records = store_known_base(workspace, plan, base.checkpoint, sink)
         digest_known_base(workspace, units, base, threads, memory, sink)

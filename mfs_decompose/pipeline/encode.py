@@ -31,6 +31,10 @@ class Choice:
     steps: int = 0
     of: str | None = None
 
+    def costs_nothing(self, item: Item) -> bool:
+        """Whether the item needs no bytes, and need not be read again."""
+        return self.codec == "alias" or (self.codec == "identical" and not item.tail_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -66,12 +70,14 @@ class Encoder:
             SourceIncompatible: the tensor is not what it was in pass 1.
         """
         stop.check()
-        if choice.codec in ("identical", "alias"):
+        if choice.costs_nothing(item):
             params: dict[str, Any] = {} if choice.of is None else {"of": choice.of}
             return Encoded(CodecNode(choice.codec, params=params).to_json(), output.tell(), 0, 0.0, surveyed.sha256)
         offset = output.tell()
         if choice.codec in ("lossless", "raw"):
             node = encode_exact(item, choice.codec, self.sources, output)
+        elif choice.codec == "identical":
+            node = join_rows(CodecNode("identical"), item, self.sources.own(item), output)
         else:
             assert fits is not None and surveyed.fit is not None
             node, ranges = truncate(CodecNode.from_json(surveyed.fit), choice.steps)

@@ -79,9 +79,8 @@ def encode_all(job: Job, surveyed: Mapping[Key, Surveyed], choices: Mapping[Key,
     def record(unit: Unit, found: list[Encoded]) -> None:
         job.workspace.record_encoding(unit.number, [item.to_json() for item in found])
 
-    free = ("identical", "alias")
-    weights = (item.spec.nbytes for unit in left for item in unit.items if choices[item.key].codec not in free)
-    job.sink.start("pass 2: encode and measure", sum(weights))
+    read_again = [item for unit in left for item in unit.items if not choices[item.key].costs_nothing(item)]
+    job.sink.start("pass 2: encode and measure", sum(item.spec.nbytes for item in read_again))
     run_units(left, work, record, job.threads, job.memory)
     job.sink.finish()
     return {

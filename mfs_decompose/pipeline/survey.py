@@ -34,9 +34,10 @@ from mfs_decompose.source.dtypes import is_float, torch_dtype
 class Surveyed:
     """What pass 1 found out about one item.
 
-    `energy` is ||delta||^2 over the rows that have a counterpart; `explained[i]` the part of it that step i explains.
-    `exact_bytes` are those of the lossless codec, where allocation must know them: it was chosen beside a budget, or no
-    lossy codec could be used. `fit` and `offset` say what lies in the unit's scratch file, and where.
+    `identical` says that the rows which have a counterpart in the base have its bits. `energy` is ||delta||^2 over
+    those rows, `explained[i]` the part of it that step i explains. `exact_bytes` are those of the lossless codec, where
+    allocation must know them: it was chosen beside a budget, or no lossy codec could be used. `fit` and `offset` say
+    what lies in the unit's scratch file, and where.
     """
 
     sha256: str
@@ -86,7 +87,8 @@ class Surveyor:
                 self.advance(item.base.nbytes)
             raw = self.sources.variants[item.variant].raw(item.name)
             self.advance(item.spec.nbytes)
-            identical = item.same_bits and torch.equal(raw, base_raw)
+            common = item.common.nbytes
+            identical = item.comparable_bits and torch.equal(raw[:common], base_raw[:common])
             own = raw.view(torch_dtype(item.spec.dtype)).reshape(item.spec.shape)
             base = base_raw.view(torch_dtype(item.base.dtype)).reshape(item.base.shape)
             delta = delta_rows(own[: item.common_rows], base[: item.common_rows]).reshape(item.matrix)
@@ -116,7 +118,7 @@ class Surveyor:
                     yield block[0], block[1].to(self.device)
 
             codec = lossy_codec(item.codec)
-            fit = codec.fit_blocks(blocks, item.matrix, item.steps, _key(self.seed, item), item.params)
+            fit = codec.fit_blocks(blocks, item.matrix, item.steps, _key(self.seed, item), item.params, self.device)
             surveyed = self._keep(item, surveyed, fit, scratch)
         return self._force(item, surveyed)
 
@@ -124,7 +126,7 @@ class Surveyor:
         """Read a tensor once, block by block: its digest, whether it is the base's, and the size of its delta."""
         own_rows, base_rows = self.sources.own(item), self.sources.of_base(item)
         digest = hashlib.sha256()
-        identical, finite, nonfinite = item.same_bits, True, 0
+        identical, finite, nonfinite = item.comparable_bits, True, 0
         norms: list[float] = []
         for start, end in row_blocks(item, BLOCK_ELEMENTS if item.lossy else DECODE_ELEMENTS):
             stop.check()

@@ -123,8 +123,8 @@ def _variant_plan(recipe: Recipe, checkpoint: Checkpoint, items: Sequence[Item])
 
 def _surely_exact(item: Item) -> int:
     """Bytes that are stored exactly whatever is read: a tensor unlike the base's in shape or type is no copy of it."""
-    if item.codec == "raw":
-        return 0 if item.same_bits else item.spec.nbytes
+    if item.codec == "raw" and not item.comparable_bits:
+        return item.spec.nbytes
     return item.tail_bytes if item.base is not None else 0
 
 

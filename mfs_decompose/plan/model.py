@@ -61,9 +61,11 @@ class Item:
         return self.spec.nbytes - self.common.nbytes
 
     @property
-    def same_bits(self) -> bool:
-        """Whether the base's tensor has the same dtype and shape, so that the two may be identical."""
-        return self.base is not None and (self.base.dtype, self.base.shape) == (self.spec.dtype, self.spec.shape)
+    def comparable_bits(self) -> bool:
+        """Whether the common rows have the same dtype and row shape in the base, so that they may be identical."""
+        if self.base is None or (self.common_rows == 0 and self.spec.rows):
+            return False
+        return (self.base.dtype, self.base.shape[1:]) == (self.spec.dtype, self.spec.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ BaseMode = Literal["auto", "known", "mean"]
 BaseStore = Literal["auto", "copy", "reference", "hardlink"]
 CodecName = Literal["lowrank", "sparse", "lossless", "raw"]
 FactorType = Literal["int4", "int8", "bf16"]
-ValueType = Literal["bf16", "int8", "int4"]
+ValueType = Literal["bf16", "int8"]
 ObjectiveKind = Literal["budget", "rank", "density"]
 
 LOSSY: frozenset[str] = frozenset({"lowrank", "sparse"})

@@ -103,6 +103,11 @@ RESULT = {
     "kl_p99": float,
     "top1": float,
     "recovered": (float, NULL),
+    "units": int,
+    "kl_ci": (list, NULL),
+    "top1_ci": (list, NULL),
+    "noise_kl": (float, NULL),
+    "noise_ln_ppl": (float, NULL),
 }
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "mfs.decompose/1": {
@@ -178,6 +183,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             "torch": str,
             "transformers": str,
             "notes": list,
+            "suite": (str, NULL),
+            "texts": MAP,
+            "padding": str,
         },
     },
     "mfs.demo/1": {

@@ -141,7 +141,7 @@ def test_an_interrupt_in_the_middle_of_a_restore_leaves_nothing(
             os.kill(os.getpid(), signal.SIGINT)
         return row_bytes(values)
 
-    monkeypatch.setattr("mfs_decompose.pipeline.restore.row_bytes", interrupted)
+    monkeypatch.setattr("mfs_decompose.pipeline.checkpoint_job.row_bytes", interrupted)
     ran = run("restore", art, "--variant", "math", "--out", tmp_path / "back", "--json")
     assert ran.code == 130
     assert ran.document["message"] == "interrupted"

@@ -17,6 +17,7 @@ from mfs_decompose.errors import SourceNotFound, UsageError
 from mfs_decompose.events import NullSink
 from mfs_decompose.fidelity import artifact_drift
 from mfs_decompose.fidelity.artifact_drift import SERVED, DriftRequest, measure_artifact
+from mfs_decompose.fidelity.evaluate import measure_drift
 from mfs_decompose.fidelity.result import DriftResult
 from mfs_decompose.fidelity.result_log import ResultLog
 from mfs_decompose.fidelity.settings import EvalSettings
@@ -41,7 +42,7 @@ class Stop(RuntimeError):
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The variants that were measured, in order; the name `stop` in it stops before the next one."""
     ids: list[str] = []
-    real = artifact_drift.measure_drift
+    real = measure_drift
 
     def record(*words: Any, **more: Any) -> list[DriftResult]:
         if "stop" in ids:

@@ -13,6 +13,7 @@ from fidelity_models import StoredFamily
 
 from mfs_decompose.cli.app import main
 from mfs_decompose.fidelity import artifact_drift
+from mfs_decompose.fidelity.evaluate import measure_drift
 
 SUITE = """schema: mfs.suite/1
 window: 64
@@ -106,7 +107,7 @@ def test_a_stopped_run_goes_on_and_says_so(
 ) -> None:
     out = tmp_path / "drift.json"
     words = ("eval", stored.artifact, "--suite", suite, "--through", "served", "--out", out)
-    real = artifact_drift.measure_drift
+    real = measure_drift
 
     def stop(*args: Any, **more: Any) -> Any:
         if args[5] == "vocab":

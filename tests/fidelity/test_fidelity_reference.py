@@ -15,17 +15,21 @@ from fidelity_models import DOCUMENTS, RecordingSink, StoredFamily, make_model, 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mfs_decompose.artifact.canonical import digest_of
 from mfs_decompose.errors import ArtifactInvalid, ResourceShortage, SourceIncompatible, SourceNotFound, UsageError
 from mfs_decompose.events import NullSink
 from mfs_decompose.fidelity import evaluate, reference
 from mfs_decompose.fidelity.artifact_drift import DriftRequest, measure_artifact, save_artifact_reference
 from mfs_decompose.fidelity.evaluate import measure_drift, save_reference
+from mfs_decompose.fidelity.model import load_model, predict_windows
 from mfs_decompose.fidelity.reference import StoredReference
 from mfs_decompose.fidelity.residency import measure_model
 from mfs_decompose.fidelity.result import DriftResult
 from mfs_decompose.fidelity.self_check import check_measurement
 from mfs_decompose.fidelity.settings import EvalSettings
 from mfs_decompose.fidelity.text import Corpus
+from mfs_decompose.fidelity.tokenizer import load_encoder
+from mfs_decompose.fidelity.windows import tokenize_corpus
 
 PROSE = Corpus("prose", DOCUMENTS)
 CODE = Corpus("code", ("for i in range(9): total += i * i", "while not done: step(); log(now)"))
@@ -109,17 +113,17 @@ def test_logits_wider_than_the_vocabulary_are_kept_whole(tmp_path: Path) -> None
     """A head with more rows than the embedding has tokens: all of them are in the softmax."""
     model = make_model(seed=2, vocabulary=131)
     folder = save(model, tmp_path / "m", make_tokenizer(bos=False))
-    loaded = evaluate.load_model(folder, "original", SMALL)
+    loaded = load_model(folder, "original", SMALL)
     loaded.network.lm_head = torch.nn.Linear(48, 137, bias=False)
     narrow = replace(loaded, vocabulary=131)
-    texts = [evaluate.tokenize_corpus(CODE, evaluate.load_encoder(folder, "auto"), SMALL)]
+    texts = [tokenize_corpus(CODE, load_encoder(folder, "auto"), SMALL)]
     reference.write_reference(tmp_path / "r", narrow, texts, SMALL, {}, NullSink())
     stored = StoredReference.open(tmp_path / "r")
     assert stored.vocabulary == 131
     batched = [[window] for window in texts[0].windows]
     for (found,), batch in zip(stored.answers("code", batched, "cpu"), batched, strict=True):
         assert found.shape == (len(batch[0].targets), 137)
-        assert torch.equal(found, evaluate.predict_windows(narrow, batch)[0])
+        assert torch.equal(found, predict_windows(narrow, batch)[0])
 
 
 # Never a wrong number.
@@ -173,7 +177,7 @@ def test_other_metadata_is_refused(saved: Path) -> None:
         ([Corpus("other", DOCUMENTS)], SMALL),
         ([PROSE], replace(SMALL, window=23)),
         ([PROSE], replace(SMALL, bos="on")),
-        ([PROSE], replace(SMALL, max_tokens=140)),
+        ([PROSE], replace(SMALL, max_tokens=90)),
     ],
 )
 def test_other_texts_and_windows_are_refused(
@@ -241,7 +245,7 @@ def test_a_reference_of_something_else_is_refused(stored: StoredFamily, tmp_path
     with safe_open(path, framework="pt") as file:
         tensors, described = load_file(path), json.loads(file.metadata()["mfs.reference"])
     described["about"]["original"] = "0" * 64
-    described["digest"] = reference.digest_of(described)
+    described["digest"] = digest_of(described)
     save_file(tensors, path, {"mfs.reference": json.dumps(described)})
     with pytest.raises(SourceIncompatible, match="is of another original than variant 'math' was made from"):
         measure_artifact(asked(stored, tmp_path / "b", reference=path), NullSink())

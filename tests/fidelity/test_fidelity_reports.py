@@ -183,9 +183,8 @@ def test_b55_the_policy_is_recorded_changes_figures_and_is_never_compared(family
     assert measured["auto"] == measured["on"]
     assert measured["off"].tokens < measured["on"].tokens
     assert measured["off"].ppl_original != measured["on"].ppl_original
-    described = {
-        policy: describe_settings(EvalSettings(48, bos=policy), [result]) for policy, result in measured.items()
-    }  # type: ignore[arg-type]
+    policies: tuple[Any, ...] = ("auto", "on", "off")
+    described = {policy: describe_settings(EvalSettings(48, bos=policy), [measured[policy]]) for policy in policies}
     assert described["auto"]["bos"] == {"v": "<s>"} and described["off"]["bos"] == {"v": "none"}
     assert comparable(described["on"], described["off"]).differences == (
         "bos_policy: 'on' and 'off'",

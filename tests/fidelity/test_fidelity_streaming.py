@@ -24,12 +24,13 @@ WINDOW = 16
 LOGITS = WINDOW * VOCABULARY * 4
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that operations make, while they live."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +73,8 @@ def peak(family: dict[str, Path], windows: int, monkeypatch: pytest.MonkeyPatch,
     text = Corpus("long", tuple("The quick brown fox jumps. " * 4 for _ in range(windows)))
     how = EvalSettings(window=WINDOW, max_tokens=WINDOW * windows, **settings)
     candidates = {"served": family["near"], "restored": family["far"]}
-    with LiveBytes() as bytes_alive:
+    bytes_alive = LiveBytes()
+    with bytes_alive:
         results = measure_drift(family["original"], candidates, family["base"], [text], how, "v", NullSink())
     assert all(result.tokens > 10 * windows for result in results)
     return bytes_alive.peak

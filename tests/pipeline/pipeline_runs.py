@@ -183,3 +183,19 @@ def toys(root: Path, *ids: str, **changed: Mapping[str, torch.Tensor | None]) ->
 def copied(folder: Path, to: Path) -> Path:
     shutil.copytree(folder, to)
     return to
+
+
+def planted(tensor: torch.Tensor, row: int, *values: float) -> torch.Tensor:
+    """The same with some values at the beginning of a row."""
+    changed = tensor.clone()
+    changed[row, : len(values)] = torch.tensor(values, dtype=tensor.dtype)
+    return changed
+
+
+def check_restores(artifact: Path, id: str, original: Tensors, out: Path) -> None:
+    """Exact tensors have the original's bits; every tensor is there in its type and shape."""
+    _, weights = back(artifact, id, out)
+    assert weights.keys() == original.keys()
+    for name, tensor in record(artifact, id)["tensors"].items():
+        assert (weights[name].dtype, weights[name].shape) == (original[name].dtype, original[name].shape)
+        assert same_bits(weights[name], original[name]) or not tensor["exact"]

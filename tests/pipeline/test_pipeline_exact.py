@@ -16,10 +16,12 @@ from pipeline_runs import (
     Recording,
     Tensors,
     back,
+    check_restores,
     codec_of,
     manifest,
     measured_error,
     moved,
+    planted,
     record,
     run,
     same_bits,
@@ -34,15 +36,6 @@ from mfs_decompose.pipeline.restore import RestoreOptions, restore
 RANK = {"objective.rank": 3}
 LOSSLESS = {"deltas.default.codec": "lossless"}
 NAN, INF = math.nan, math.inf
-
-
-def check_restores(artifact: Path, id: str, original: Tensors, out: Path) -> None:
-    """Exact tensors have the original's bits; every tensor is there in its type and shape."""
-    _, weights = back(artifact, id, out)
-    assert weights.keys() == original.keys()
-    for name, tensor in record(artifact, id)["tensors"].items():
-        assert (weights[name].dtype, weights[name].shape) == (original[name].dtype, original[name].shape)
-        assert same_bits(weights[name], original[name]) or not tensor["exact"]
 
 
 @pytest.mark.parametrize("recipe", [RANK, LOSSLESS, {"deltas.default.codec": "raw"}, {"objective.budget": "40%"}])
@@ -91,12 +84,6 @@ def test_a_budget_that_buys_nothing_leaves_the_base(tmp_path: Path) -> None:
     assert report.variants[0].rel_error == 1.0
     _, weights = back(tmp_path / "art", "changed", tmp_path / "out")
     assert same_bits(weights[LARGE], toy_tensors()[LARGE])
-
-
-def planted(tensor: torch.Tensor, row: int, *values: float) -> torch.Tensor:
-    changed = tensor.clone()
-    changed[row, : len(values)] = torch.tensor(values, dtype=tensor.dtype)
-    return changed
 
 
 @pytest.mark.parametrize("recipe", [RANK, {"objective.budget": "40%"}])
@@ -303,80 +290,6 @@ def test_more_experts_or_channels(tmp_path: Path, recipe: dict[str, object], nam
     assert measured_error(floats, base_tensors, served) == pytest.approx(report.variants[0].rel_error, rel=1e-6)
 
 
-def mean_of(*sources: Tensors) -> Tensors:
-    """The oracle of a mean base: fp64 sums, rounded once, common rows."""
-    found: Tensors = {}
-    for name, weight in sources[0].items():
-        if weight.is_floating_point():
-            rows = min(source[name].shape[0] for source in sources)
-            total = sum((source[name][:rows].double() for source in sources[1:]), sources[0][name][:rows].double())
-            found[name] = (total / len(sources)).to(weight.dtype)
-    return found
-
-
-@pytest.mark.parametrize("grown", [0, 3])
-def test_a_mean_base(tmp_path: Path, grown: int) -> None:
-    one, two, three = (moved(toy_tensors(), seed) for seed in (1, 2, 3))
-    new = torch.randn(grown, 24, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16)
-    two[THIN] = torch.cat([two[THIN], new])
-    sources = {"one": one, "two": two, "three": three}
-    variants = {id: toy(tmp_path / id, tensors, tokenizer_json="{}") for id, tensors in sources.items()}
-    (variants["two"] / "config.json").write_text('{"model_type": "other"}')
-    report = run(tmp_path / "art", None, variants, {"objective.rank": 2, "output.shard_size": 3000})
-    record_of_base = manifest(tmp_path / "art")["base"]
-    assert (record_of_base["mode"], record_of_base["store"], record_of_base["source"]) == ("mean", "copy", None)
-    assert len(record_of_base["shards"]) > 1
-    restored, weights = back(tmp_path / "art", "base", tmp_path / "base")
-    expected = mean_of(one, two, three)
-    assert weights.keys() == expected.keys()
-    assert all(same_bits(weights[name], expected[name]) for name in expected)
-    assert restored.exact
-    # What all variants agree on goes with it.
-    assert sorted(path.name for path in (tmp_path / "base").iterdir()) == ["model.safetensors", "tokenizer.json"]
-    assert codec_of(tmp_path / "art", "two", THIN) == ("rows(lowrank+raw)" if grown else "lowrank")
-    for variant in report.variants:
-        original = sources[variant.id]
-        check_restores(tmp_path / "art", variant.id, original, tmp_path / f"{variant.id}-out")
-        _, served = back(tmp_path / "art", variant.id, tmp_path / f"{variant.id}-32", dtype="float32")
-        floats = {name: weight for name, weight in original.items() if weight.is_floating_point()}
-        assert measured_error(floats, expected, served) == pytest.approx(variant.rel_error, rel=1e-6)
-    assert verify(tmp_path / "art", "values").ok
-
-
-def test_a_mean_of_what_all_have_in_the_type_that_holds_all(tmp_path: Path) -> None:
-    one, two, three = (moved(toy_tensors(), seed) for seed in (1, 2, 3))
-    del one[WIDE]
-    two[LARGE] = two[LARGE].float()
-    three["more.weight"] = torch.randn(9, 11, generator=torch.Generator().manual_seed(4))
-    sources = {"one": one, "two": two, "three": three}
-    variants = {id: toy(tmp_path / id, tensors) for id, tensors in sources.items()}
-    run(tmp_path / "art", None, variants, {"objective.rank": 2})
-    tensors = manifest(tmp_path / "art")["base"]["tensors"]
-    assert WIDE not in tensors and "more.weight" not in tensors
-    assert (tensors[LARGE]["dtype"], tensors[THIN]["dtype"]) == ("F32", "BF16")
-    assert codec_of(tmp_path / "art", "two", WIDE) == "raw"
-    for id, original in sources.items():
-        check_restores(tmp_path / "art", id, original, tmp_path / f"{id}-out")
-    assert verify(tmp_path / "art", "values").ok
-
-
-def test_a_given_base_may_still_be_averaged_away(tmp_path: Path) -> None:
-    base, variants = toys(tmp_path, "one", "two")
-    run(tmp_path / "with", base, variants, {**RANK, "base.mode": "mean"})
-    run(tmp_path / "without", None, variants, RANK)
-    assert manifest(tmp_path / "with")["base"] == manifest(tmp_path / "without")["base"]
-
-
-def test_a_nan_in_one_variant_does_not_reach_the_others_by_the_mean(tmp_path: Path) -> None:
-    one, two = moved(toy_tensors(), 1), moved(toy_tensors(), 2)
-    one[LARGE] = planted(one[LARGE], 4, NAN)
-    variants = {"one": toy(tmp_path / "one", one), "two": toy(tmp_path / "two", two)}
-    run(tmp_path / "art", None, variants, LOSSLESS)
-    for id, original in (("one", one), ("two", two)):
-        check_restores(tmp_path / "art", id, original, tmp_path / f"{id}-out")
-        assert back(tmp_path / "art", id, tmp_path / f"{id}-again", exact=True)[0].exact
-
-
 def test_side_files_are_stored_once(tmp_path: Path) -> None:
     base, variants = toys(tmp_path, "one", "two")
     for folder in (base, *variants.values()):
@@ -400,3 +313,17 @@ def test_a_leftover_in_the_metadata_comes_back(tmp_path: Path) -> None:
     back(tmp_path / "art", "own", tmp_path / "out")
     weights = "model.safetensors"
     assert (tmp_path / "out" / weights).read_bytes() == (own / weights).read_bytes()
+
+
+def test_a_grown_vocabulary_over_untouched_rows_stores_the_new_rows_alone(tmp_path: Path) -> None:
+    base = toy_tensors()
+    name = next(name for name, tensor in base.items() if tensor.dim() == 2)
+    more = torch.randn(3, base[name].shape[1]).to(base[name].dtype)
+    own = {**base, name: torch.cat([base[name], more])}
+    out = tmp_path / "art"
+    run(out, toy(tmp_path / "base", base), {"grown": toy(tmp_path / "grown", own)}, {"objective.rank": 3})
+    stored = record(out, "grown")["tensors"][name]
+    assert codec_of(out, "grown", name) == "rows(identical+raw)"
+    assert stored["exact"] and stored["blob"]["nbytes"] == more.numel() * more.element_size()
+    _, weights = back(out, "grown", tmp_path / "back", exact=True)
+    assert same_bits(weights[name], own[name])

@@ -82,7 +82,7 @@ def left_to_read(out: Path, prepared: Prepared, art: Path) -> int:
     """Bytes of the work that the journal of a killed run does not hold."""
     plan, lines = prepared.plan, journal(out)
     done = {kind: {payload["unit"] for k, payload in lines if k == kind} for kind in ("base", "survey", "encode")}
-    units = base_units(plan, len(prepared.variants))
+    units = base_units(plan)
     left = sum(spec.nbytes for unit in units if unit.number not in done["base"] for spec in unit.tensors)
     left += sum(unit.read_bytes for unit in plan.units if unit.number not in done["survey"])
     left += sum(cost_of_encoding(unit, art) for unit in plan.units if unit.number not in done["encode"])

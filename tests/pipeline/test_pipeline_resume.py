@@ -5,64 +5,19 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from checkpoints import EMBEDDING, INDEX, Family, read_weights
-from pipeline_runs import Recording, contents, copied, run, toys
-from safetensors.torch import save_file
+from checkpoints import EMBEDDING, Family
+from interruptions import PASS_1, PASS_2, Interrupting, interrupted, partial, rewritten, touched
+from pipeline_runs import contents, copied, run, toys
 
 from mfs_decompose.errors import MfsError, OutputBusy, ResourceShortage, ResumeRefused, SourceIncompatible
-from mfs_decompose.source.checkpoint import open_checkpoint
 
-PASS_1, PASS_2 = "pass 1: read and factorise", "pass 2: encode and measure"
 RANK = {"objective.rank": 3}
-
-
-class Interrupting(Recording):
-    """Does something at the n-th advance of a stage, by default what Ctrl-C does."""
-
-    def __init__(self, stage: str, advance: int = 0, act: Callable[[], None] | None = None) -> None:
-        super().__init__()
-        self.stage, self.left, self.act = stage, advance, act
-        self.thread = threading.current_thread()
-
-    def start(self, stage: str, total_bytes: int | None) -> None:
-        super().start(stage, total_bytes)
-        if stage == self.stage and self.left == 0:
-            self._now()
-
-    def advance(self, nbytes: int) -> None:
-        super().advance(nbytes)
-        if self.stages[-1] == self.stage and self.left > 0:
-            self.left -= 1
-            if self.left == 0:
-                self._now()
-
-    def _now(self) -> None:
-        self.thread = threading.current_thread()
-        if self.act is None:
-            raise KeyboardInterrupt
-        self.act()
-
-
-def interrupted(out: Path, family: Family, stage: str, advance: int = 0, **changes: Any) -> Interrupting:
-    """A run of the family that Ctrl-C ends in a stage."""
-    sink = Interrupting(stage, advance)
-    with pytest.raises(KeyboardInterrupt):
-        run(out, family.base, family.variants, sink=sink, **changes)
-    assert not out.exists()
-    assert not out.with_name(f"{out.name}.lock").exists()
-    return sink
-
-
-def partial(out: Path) -> Path:
-    return out.with_name(f"{out.name}.partial")
 
 
 def kinds(out: Path) -> list[str]:
@@ -118,15 +73,11 @@ def test_another_recipe_is_refused_by_name(tmp_path: Path, art: Path, family: Fa
     assert contents(out) == contents(art)
 
 
-def _touched(folder: Path) -> None:
-    os.utime(next(folder.glob("*.safetensors")), ns=(1, 1))
-
-
 def _configured(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": 256}\n')
 
 
-@pytest.mark.parametrize("change", [_touched, _configured])
+@pytest.mark.parametrize("change", [touched, _configured])
 def test_another_source_is_refused_by_name(tmp_path: Path, family: Family, change: Callable[[Path], None]) -> None:
     out, math = tmp_path / "art", copied(family.variants["math"], tmp_path / "math")
     variants = {**family.variants, "math": math}
@@ -255,17 +206,6 @@ def test_two_runs_at_once(tmp_path: Path, art: Path, family: Family) -> None:
     assert contents(out) == contents(art)
 
 
-def rewritten(folder: Path, tensor: str, keep_time: bool) -> None:
-    """Change a tensor in place, as a trainer does that saves into the same file."""
-    info = open_checkpoint(folder, "x").tensors[tensor]
-    status = (folder / info.file).stat()
-    with open(folder / info.file, "r+b") as stream:
-        stream.seek(info.start + 5)
-        stream.write(b"\x31")
-    times = (status.st_atime_ns, status.st_mtime_ns if keep_time else status.st_mtime_ns + 10**9)
-    os.utime(folder / info.file, ns=times)
-
-
 @pytest.mark.parametrize("keep_time", [False, True])
 @pytest.mark.parametrize("stage", [PASS_1, PASS_2])
 def test_a_source_that_changes_meanwhile(tmp_path: Path, family: Family, stage: str, keep_time: bool) -> None:
@@ -322,138 +262,3 @@ def test_a_disk_that_fills_up_under_a_mean(tmp_path: Path, nbytes: int) -> None:
         room.__exit__(None, None, None)
     assert not partial(tmp_path / "art").exists()
     assert run(tmp_path / "art", None, variants, RANK).written
-
-
-# A finished artifact
-
-
-def stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """When every file and folder was last changed, and which inode it is."""
-    found = [folder, *folder.rglob("*")]
-    return {str(path): (path.stat().st_mtime_ns, path.stat().st_ino) for path in found}
-
-
-def test_the_same_command_again_writes_nothing(tmp_path: Path, family: Family) -> None:
-    out = tmp_path / "art"
-    first = run(out, family.base, family.variants)
-    before = stamps(tmp_path)
-    sink = Recording()
-    again = run(out, family.base, dict(reversed(family.variants.items())), sink=sink, threads=2)
-    assert stamps(tmp_path) == before
-    assert (again.written, again.bytes_read, sink.advanced, sink.stages) == (False, 0, 0, [])
-    assert (again.artifact_digest, again.variants, again.total_bytes) == (
-        first.artifact_digest,
-        first.variants,
-        first.total_bytes,
-    )
-
-
-def test_touched_sources_are_compared_by_their_digests(tmp_path: Path, family: Family) -> None:
-    base, math = copied(family.base, tmp_path / "base"), copied(family.variants["math"], tmp_path / "math")
-    run(tmp_path / "art", base, {"math": math})
-    for folder in (base, math):
-        _touched(folder)
-    before = stamps(tmp_path)
-    sink = Recording()
-    assert not run(tmp_path / "art", base, {"math": math}, sink=sink).written
-    assert stamps(tmp_path) == before
-    assert sink.stages == ["comparing math with the artifact", "comparing base with the artifact"]
-    assert sink.advanced == sum(open_checkpoint(folder, "x").tensor_bytes for folder in (base, math))
-
-
-def test_the_originals_elsewhere_with_other_times(tmp_path: Path, family: Family) -> None:
-    run(tmp_path / "art", family.base, {"code": family.variants["code"]})
-    folders = [
-        shutil.copytree(folder, tmp_path / name, copy_function=shutil.copyfile)
-        for name, folder in (("base", family.base), ("code", family.variants["code"]))
-    ]
-    assert not run(tmp_path / "art", folders[0], {"code": folders[1]}).written
-
-
-def test_without_run_json_digests_decide(tmp_path: Path, family: Family) -> None:
-    run(tmp_path / "art", family.base, {"code": family.variants["code"]})
-    (tmp_path / "art" / "run.json").unlink()
-    sink = Recording()
-    assert not run(tmp_path / "art", family.base, {"code": family.variants["code"]}, sink=sink).written
-    assert len(sink.stages) == 2
-
-
-def _side_file(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{{ other }}")
-
-
-def _index(folder: Path) -> None:
-    index = folder / INDEX
-    index.write_text(json.dumps(json.loads(index.read_text())))
-
-
-def _weights(folder: Path) -> None:
-    rewritten(folder, EMBEDDING, keep_time=False)
-
-
-def _headers(folder: Path) -> None:
-    weights = read_weights(folder)
-    for path in (*folder.glob("*.safetensors"), folder / INDEX):
-        path.unlink()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-@pytest.mark.parametrize("change", [_side_file, _index, _weights, _headers])
-def test_a_finished_artifact_of_something_else_is_not_touched(
-    tmp_path: Path, family: Family, change: Callable[[Path], None]
-) -> None:
-    out, math = tmp_path / "art", copied(family.variants["math"], tmp_path / "math")
-    run(out, family.base, {"math": math})
-    change(math)
-    before = stamps(out)
-    with pytest.raises(OutputBusy, match="finished artifact that was made from something else") as caught:
-        run(out, family.base, {"math": math})
-    assert caught.value.exit_code == 14
-    assert caught.value.hint is not None and "--overwrite" in caught.value.hint
-    assert stamps(out) == before
-    report = run(out, family.base, {"math": math}, overwrite=True)
-    assert report.written
-    assert not run(out, family.base, {"math": math}).written
-
-
-def test_another_request_on_a_finished_artifact(tmp_path: Path, family: Family) -> None:
-    out = tmp_path / "art"
-    variants = {id: family.variants[id] for id in ("code", "math")}
-    run(out, family.base, variants)
-    before = stamps(out)
-    others: list[tuple[Path | None, dict[str, Path], dict[str, object]]] = [
-        (family.base, variants, {"objective.budget": "6%"}),
-        (family.base, variants, {"base.store": "reference"}),
-        (family.base, {"code": variants["code"]}, {}),
-        (family.base, {"code": variants["math"], "math": variants["code"]}, {}),
-        (family.variants["code"], variants, {}),
-        (None, variants, {}),
-    ]
-    for base, chosen, recipe in others:
-        with pytest.raises(OutputBusy, match="made from something else"):
-            run(out, base, chosen, recipe)
-    assert stamps(out) == before
-
-
-def test_overwriting(tmp_path: Path, art: Path, family: Family) -> None:
-    out = tmp_path / "art"
-    run(out, family.base, family.variants, {"deltas.default.codec": "raw"})
-    old = contents(out)
-    with pytest.raises(KeyboardInterrupt):
-        run(out, family.base, family.variants, sink=Interrupting(PASS_2, 9), overwrite=True)
-    assert contents(out) == old  # until the new one is whole
-    report = run(out, family.base, family.variants, overwrite=True)
-    assert report.resumed_units > 0
-    assert contents(out) == contents(art)
-    assert [path.name for path in tmp_path.iterdir()] == ["art"]
-
-
-def test_a_finished_run_under_its_working_name(tmp_path: Path, art: Path, family: Family) -> None:
-    """Killed just before the rename: the same command gives the artifact its name and does no work."""
-    out = tmp_path / "art"
-    interrupted(out, family, "publishing")
-    sink = Recording()
-    report = run(out, family.base, family.variants, sink=sink)
-    assert (report.written, sink.stages) == (False, [])
-    assert contents(out) == contents(art)
-    assert not partial(out).exists()

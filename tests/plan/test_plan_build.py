@@ -70,8 +70,8 @@ def test_only_the_rows_that_base_and_variant_share_go_to_the_codec() -> None:
     plan = plan_of(checkpoint("a", grown(LLAMA, 5)), recipe={"objective.budget": "30%"})
     item = found(plan, EMBEDDING)
     assert (item.kind, item.common_rows, item.matrix) == ("resized", 259, (259, 40))
-    assert (item.common.shape, item.tail_bytes, item.same_bits) == ((259, 40), 5 * 40 * 2, False)
-    assert found(plan, UP).same_bits
+    assert (item.common.shape, item.tail_bytes, item.comparable_bits) == ((259, 40), 5 * 40 * 2, True)
+    assert found(plan, UP).comparable_bits
     assert plan.variants[0].unavoidable_bytes == 5 * 40 * 2 + 96
 
 

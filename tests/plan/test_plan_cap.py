@@ -99,9 +99,9 @@ def test_a_tensor_that_may_be_the_bases_own_does_not_stop_a_plan() -> None:
     rules = [{"match": "*embed_tokens*", "codec": "raw"}]
     recipe = {"objective.budget": "5%", "deltas.rules": rules}
     assert plan_of(checkpoint("a", LLAMA), recipe=recipe).variants[0].unavoidable_bytes == 0
-    with pytest.raises(UsageError) as caught:  # one row more, and it cannot be
-        plan_of(checkpoint("a", grown(LLAMA, 1)), recipe=recipe)
-    plan_of(checkpoint("a", grown(LLAMA, 1)), recipe={**recipe, "objective.budget": named_budget(caught.value)})
+    # One row more: the others may still be the base's own.
+    row = 40 * 2
+    assert plan_of(checkpoint("a", grown(LLAMA, 1)), recipe=recipe).variants[0].unavoidable_bytes == row + 96
 
 
 def test_a_whole_new_tensor_counts_where_it_is_raw_and_not_where_it_may_shrink() -> None:
