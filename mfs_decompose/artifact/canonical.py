@@ -20,6 +20,7 @@ from mfs_decompose.errors import ArtifactInvalid
 
 DIGEST_FIELD: Final = "digest"
 MAX_INTEGER: Final = 2**63 - 1
+_LEAVES: Final = frozenset({str, float, bool, type(None)})
 
 # Possessive, so that a string of 60 MB costs no backtracking memory; the closing quote is optional, so that an unclosed
 # string is one token and not a new search at each of its escaped quotes.
@@ -99,17 +100,23 @@ def _spell(document: Any) -> bytes:
 
 def _check_values(document: Any) -> None:
     """Refuse what `json.dumps` would spell silently: keys that are not text, and integers others cannot read."""
-    pending = [document]
+    pending: list[Any] = [[document]]
     while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            if not all(type(key) is str for key in value):
+        holder = pending.pop()
+        kinds = set(map(type, holder))  # keys, for an object
+        if isinstance(holder, dict):
+            if not kinds <= {str}:
                 raise TypeError("a key is not text")
-            pending.extend(value.values())
-        elif isinstance(value, list | tuple):
-            pending.extend(value)
-        elif isinstance(value, int) and abs(value) > MAX_INTEGER:
-            raise ValueError("an integer needs more than 64 bits")
+            holder = holder.values()
+        elif kinds <= _LEAVES:  # long lists of figures are the bulk of a journal
+            continue
+        for value in holder:
+            if type(value) in _LEAVES:
+                continue
+            if isinstance(value, dict | list | tuple):
+                pending.append(value)
+            elif isinstance(value, int) and abs(value) > MAX_INTEGER:
+                raise ValueError("an integer needs more than 64 bits")
 
 
 def _depth(data: bytes) -> int:

@@ -116,6 +116,7 @@ class TensorReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._shards = {shard.file: shard for shard in checkpoint.shards}
+        self._places: dict[str, Path] = {}
         self._lock = threading.Lock()
         self._bytes_read = 0
         self._closed = False
@@ -173,7 +174,7 @@ class TensorReader:
         path = self.checkpoint.root / info.file
         header = self._shards[info.file]
         try:
-            with open(resolve_inside(self.checkpoint.root, info.file), "rb", buffering=0) as stream:
+            with open(self._place(info.file), "rb", buffering=0, opener=_open_itself) as stream:
                 status = os.fstat(stream.fileno())
                 if (status.st_size, status.st_mtime_ns) != (header.size, header.mtime_ns):
                     raise _changed(path)
@@ -183,6 +184,17 @@ class TensorReader:
         with self._lock:
             self._bytes_read += length
         return content
+
+    def _place(self, file: str) -> Path:
+        """Where a shard really lies, looked up once: whether it still is the same file, every read makes sure of."""
+        place = self._places.get(file)
+        if place is None:
+            place = self._places[file] = resolve_inside(self.checkpoint.root, file)
+        return place
+
+
+def _open_itself(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)  # the place is resolved: a link there is new
 
 
 def _fill(fd: int, buffer: memoryview, position: int, path: Path) -> None:
