@@ -1,6 +1,6 @@
-"""The model card of an artifact: bytes and recorded errors, nothing that was measured elsewhere, no time and no path.
+"""The model card of an artifact: bytes, recorded errors, licences, commands; no time, no path, no later measurement.
 
-It is in the file table, so it must come out the same for the same records.
+It is in the file table, so it must come out the same for the same records and side files.
 """
 
 from __future__ import annotations
@@ -8,20 +8,24 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from mfs_decompose.artifact.records import BaseRecord, VariantRecord
+from mfs_decompose.artifact.commands import LOCAL, decompose_command
+from mfs_decompose.artifact.licences import Licence
+from mfs_decompose.artifact.records import BaseRecord, PlatformRecord, ToolRecord, VariantRecord
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.units import format_bytes, format_fraction
 
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$])")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+# With : and @ and the dot of www, which readers make links of where nothing marks them as such.
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$:@]|(?<=www)\.)", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _TEXT = """\
 # A family of {count} in one artifact
 
 One base and {count}, each stored as a compact difference from it by `mfs_decompose`, in the format `mfs.family/1`.
-Transformers does not load this folder as it is: restore a checkpoint first.
+Transformers does not load it as it is: restore a checkpoint first.
 
 | variant | footprint | bytes | of its checkpoint | relative error | codecs |
 |---|---:|---:|---:|---:|---|
@@ -33,30 +37,67 @@ is no measure of behaviour: `mfs eval` measures that.
 
 {base} All weights together: {total}.
 
-## Use
+## Licences
+
+| checkpoint | licence | see its |
+|---|---|---|
+{licences}
+
+As the checkpoints' own files name them; *unknown*: they name none.
+
+## Commands
+
+In the artifact's folder:
 
 ```
-mfs verify . --level values
-mfs restore . --variant {example} --out DIR
+mfs verify . --level values{found}
+mfs restore . --variant {example} --out DIR{found}
 ```
+
+What made it ({local} is the folder of a checkpoint that was not taken from the Hub, DIR is a new one):
+
+```
+{decompose}
+```
+
+The same checkpoints give the same bytes on {device} with the CPU capability {capability} and
+{tools}.
 """
 
 
-def render_card(base: BaseRecord, variants: Sequence[VariantRecord]) -> str:
-    """The text of README.md, from records alone; text that came from users is escaped.
+def render_card(
+    base: BaseRecord,
+    variants: Sequence[VariantRecord],
+    *,
+    recipe: Mapping[str, Any],
+    tool: ToolRecord,
+    platform: PlatformRecord,
+    licences: Mapping[str, Licence],
+) -> str:
+    """The text of README.md, from records and licences alone; text that came from users is escaped.
 
     Args:
         base: the record of the base.
         variants: records sorted by id.
+        recipe: the effective recipe, as the manifest keeps it.
+        licences: by `base` and the ids of the variants, from `read_licences`.
     """
     count = f"{len(variants)} variant{'' if len(variants) == 1 else 's'}"
     total = base.bytes + sum(variant.bytes for variant in variants)
+    is_elsewhere = base.store == "reference" and not (base.source and base.source.repo)
     body = _TEXT.format(
         count=count,
         rows="\n".join(_row(variant) for variant in variants),
         base=_describe_base(base),
         total=format_bytes(total),
+        licences="\n".join(_licence_row(id, licences.get(id)) for id in ("base", *(v.id for v in variants))),
+        found=f" --base {LOCAL}" if is_elsewhere else "",
         example=variants[0].id if variants else "base",
+        local=LOCAL,
+        decompose=decompose_command(base, variants, recipe, platform.device),
+        tools=", ".join(f"{name} {version}" for name, version in _versions(tool)),
+        device=platform.device,
+        capability=escape_markdown(platform.capability),
     )
     return f"{_front_matter(base)}\n{body}"
 
@@ -93,13 +134,25 @@ def _row(variant: VariantRecord) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _versions(tool: ToolRecord) -> list[tuple[str, str]]:
+    names = ("torch", "numpy", "safetensors", "zstandard")
+    versions = [("mfs_decompose", tool.version), *((name, getattr(tool, name)) for name in names)]
+    return [(f"`{name}`", escape_markdown(version)) for name, version in versions]
+
+
+def _licence_row(id: str, licence: Licence | None) -> str:
+    name = (licence and licence.name) or "unknown"
+    files = ", ".join(licence.files) if licence and licence.files else "-"
+    return f"| {escape_markdown(id)} | {escape_markdown(name)} | {escape_markdown(files)} |"
+
+
 def _describe_base(base: BaseRecord) -> str:
     name = ""
     if base.source and base.source.repo:
         name = f" {escape_markdown(base.source.repo)} at revision {base.source.revision}"
     if base.store == "reference":
         return (
-            f"The base{name} is not in this folder: it is known by the digests of its tensors, and found by `--base`."
+            f"The base{name} is not in the artifact: it is known by the digests of its tensors, and found by `--base`."
         )
     origin = "is the mean of the variants" if base.mode == "mean" else "was given"
-    return f"The base{name} {origin} and is in this folder ({format_bytes(base.bytes)})."
+    return f"The base{name} {origin} and is in the artifact ({format_bytes(base.bytes)})."

@@ -14,8 +14,9 @@ from typing import Any
 from mfs_decompose.artifact.atomic import fsync_dir, write_file
 from mfs_decompose.artifact.canonical import canonical_bytes
 from mfs_decompose.artifact.card import render_card
-from mfs_decompose.artifact.files import FileRecord, hash_file
+from mfs_decompose.artifact.files import FileRecord, hash_file, read_small_file
 from mfs_decompose.artifact.layout import CARD, CONTENT_FOLDER, MANIFEST, RUN, content_name
+from mfs_decompose.artifact.licences import MAX_SOURCE_BYTES, read_licences
 from mfs_decompose.artifact.manifest import Manifest, manifest_bytes, seal
 from mfs_decompose.artifact.records import (
     BaseRecord,
@@ -75,7 +76,9 @@ def finish_artifact(
         ResourceShortage: the disk is full; no manifest is left.
     """
     ordered = tuple(sorted(variants, key=lambda variant: variant.id))
-    card = render_card(base, ordered).encode("utf-8")
+    licences = read_licences(base, ordered, lambda digest: _read_content(folder, digest))
+    text = render_card(base, ordered, recipe=recipe, tool=tool, platform=platform, licences=licences)
+    card = text.encode("utf-8")
     write_file(folder / CARD, card)
     records = [*files, FileRecord(CARD, len(card), sha256(card).hexdigest())]
     table = {record.path: FileEntry(size=record.size, sha256=record.sha256) for record in records}
@@ -109,6 +112,16 @@ def list_files(folder: Path) -> dict[str, Path]:
         else:
             found[path.name] = path
     return found
+
+
+def _read_content(folder: Path, digest: str) -> bytes:
+    """The beginning of a side file that was stored before."""
+    try:
+        return read_small_file(folder / content_name(digest), MAX_SOURCE_BYTES)
+    except OSError as error:
+        raise ArtifactInvalid(
+            f"expected exactly the recorded files in {folder}, found no whole {content_name(digest)}"
+        ) from error
 
 
 def _check_folder(folder: Path, table: Mapping[str, FileEntry]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from mfs_decompose.cli.group import Entry, LazyGroup
 from mfs_decompose.cli.options import (
     DebugFlag,
     JsonFlag,
+    LogFileOption,
     NoColorFlag,
     ProgressOption,
     QuietFlag,
@@ -63,9 +65,17 @@ def main(argv: Sequence[str] | None = None, *, commands: Mapping[str, Entry] = C
         group.main(words, prog_name="mfs")  # exits
     output = Output()
     before_tail = words[: words.index("--")] if "--" in words else words
-    output.json_mode, output.debug = "--json" in before_tail, "--debug" in before_tail
+    output.json_mode, output.debug = "--json" in before_tail, "--debug" in before_tail or _debug_by_environment()
+    output.command_line = shlex.join(["mfs", *words])
     with _sigterm_interrupts() as terminated:
-        return _guarded(group, words, output, terminated)
+        try:
+            code = _guarded(group, words, output, terminated)
+            output.record("end", f"exit code {code}")
+            return code
+        finally:
+            log, output.log = output.log, None
+            if log is not None:
+                log.close()
 
 
 def build(commands: Mapping[str, Entry]) -> LazyGroup:
@@ -99,20 +109,26 @@ def _globals(
     verbose: VerboseCount = 0,
     no_color: NoColorFlag = False,
     debug: DebugFlag = False,
+    log_file: LogFileOption = None,
     yes: YesFlag = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Turn a base and its fine-tunes into one family artifact, measure the loss, and give every checkpoint back."""
-    output_of(ctx).configure(
+    output = output_of(ctx)
+    output.configure(
         json_mode=json,
         progress=progress,
         verbosity=-1 if quiet else verbose,
         color=not no_color,
-        debug=debug,
+        debug=debug or _debug_by_environment(),
         assume_yes=yes,
     )
+    if log_file is not None:
+        from mfs_decompose.cli.log import open_log
+
+        output.log = open_log(log_file, f"{output.command_line} (version {__version__})")
     if ctx.invoked_subcommand is None:
         raise UsageError("expected a command, found none", hint="mfs --help lists the commands; mfs demo tries them")
 
@@ -147,7 +163,13 @@ def _guarded(group: LazyGroup, words: Sequence[str], output: Output, terminated:
         return code
 
 
+def _debug_by_environment() -> bool:
+    return os.environ.get("MFS_DEBUG", "0") not in ("", "0")
+
+
 def _report(told: MfsError, error: BaseException, output: Output, code: int) -> None:
+    if output.debug or type(told) is MfsError:
+        output.record("traceback", "".join(traceback.format_exception(error)))
     try:
         if output.debug:
             output.close()

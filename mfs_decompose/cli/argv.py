@@ -15,7 +15,7 @@ from mfs_decompose.errors import UsageError
 MULTI = frozenset({"--variants", "-V", "--text", "--originals", "--against"})
 
 GLOBAL_FLAGS = frozenset({"--json", "--quiet", "--verbose", "--no-color", "--debug", "--yes"})
-GLOBAL_OPTIONS = frozenset({"--progress"})
+GLOBAL_OPTIONS = frozenset({"--progress", "--log-file"})
 _SHORT_FLAGS = re.compile(r"-[qv]+")
 
 

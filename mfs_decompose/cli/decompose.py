@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,22 +24,38 @@ from mfs_decompose.cli.options import (
     output_of,
 )
 from mfs_decompose.cli.out import Output
+from mfs_decompose.cli.plan_file import check_place, planned_recipe, planned_refs
 from mfs_decompose.cli.progress import make_sink
+from mfs_decompose.errors import UsageError
 
 if TYPE_CHECKING:
-    from mfs_decompose.pipeline.prepare import Prepared
-    from mfs_decompose.pipeline.request import DecomposeReport
+    from mfs_decompose.pipeline.request import DecomposeReport, DecomposeRequest
 
 PLAN = "Plan"
 
+# The keys of the recipe that have an option of their own.
+OPTION_OF = {
+    "base.mode": "--base-mode",
+    "base.store": "--base-store",
+    "deltas.default.codec": "--codec",
+    "objective.budget": "--budget",
+    "objective.rank": "--rank",
+    "objective.density": "--density",
+    "seed": "--seed",
+    "output.shard_size": "--shard-size",
+    "limits.max_ram": "--max-ram",
+    "limits.max_disk": "--max-disk",
+}
+
 Variants = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
         "--variants",
         "-V",
         metavar="[ID=]REF...",
         show_default=False,
-        help="Fine-tunes: folders, or org/name[@rev] of the Hub; takes several. A bare one is named by its last part.",
+        help="Fine-tunes: folders, or org/name[@rev] of the Hub; takes several. A bare one is named by its last part. "
+        "Needed without --plan.",
         rich_help_panel=INPUTS,
     ),
 ]
@@ -57,7 +75,8 @@ def _plan(flag: str, metavar: str, help: str) -> Any:
 
 def command(
     ctx: typer.Context,
-    variants: Variants,
+    *,
+    variants: Variants = None,
     out: OutOption,
     base: BaseOption = None,
     offline: OfflineFlag = False,
@@ -80,6 +99,16 @@ def command(
         bool,
         typer.Option("--dry-run", "-n", help="Show what would be done, from headers alone.", rich_help_panel=PLAN),
     ] = False,
+    save_plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--save-plan", metavar="FILE", help="With --dry-run: write the plan to this file.", rich_help_panel=PLAN
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Run exactly this saved plan.", rich_help_panel=PLAN),
+    ] = None,
     shard_size: Annotated[
         str | None,
         typer.Option("--shard-size", metavar="BYTES", help="Cut files at this size.", rich_help_panel=OUTPUT),
@@ -106,29 +135,23 @@ def command(
       mfs decompose --base ./base --variants math=./math code=./code --out art
       mfs decompose --base ./base --variants ./math --out art --budget 3% --dry-run
       mfs decompose --base ./base --variants ./math --out art --codec lossless
+      mfs decompose --base ./base --variants ./math --out art --rank 16 --dry-run --save-plan plan.json
+      mfs decompose --plan plan.json --out art
     """
-    from mfs_decompose.pipeline.request import DecomposeRequest
-    from mfs_decompose.recipe.load import load_recipe, parse_set
+    from mfs_decompose.recipe.load import parse_set
 
     output = output_of(ctx)
-    options = {
-        "base.mode": base_mode,
-        "base.store": base_store,
-        "deltas.default.codec": codec,
-        "objective.budget": budget,
-        "objective.rank": rank,
-        "objective.density": density,
-        "seed": seed,
-        "output.shard_size": shard_size,
-        "limits.max_ram": max_ram,
-        "limits.max_disk": max_disk,
-    }
-    overrides = parse_set(sets or []) | {key: value for key, value in options.items() if value is not None}
-    request = DecomposeRequest(
-        variants=named_refs(variants, "--variants"),
-        out=Path(out),
-        recipe=load_recipe(recipe, overrides),
-        base=base,
+    if save_plan is not None and not dry_run:
+        raise UsageError("--save-plan needs --dry-run", hint="Add --dry-run; --plan FILE runs the plan afterwards.")
+    if save_plan is not None:
+        check_place(save_plan)
+    values = (base_mode, base_store, codec, budget, rank, density, seed, shard_size, max_ram, max_disk)
+    options = {key: value for key, value in zip(OPTION_OF, values, strict=True) if value is not None}
+    overrides = parse_set(sets or []) | options
+    refs = named_refs(variants or [], "--variants")
+    asked, origins = _request(plan, recipe, overrides, {key: OPTION_OF[key] for key in options}, base, refs, out)
+    request = replace(
+        asked,
         device=device,
         offline=offline,
         threads=threads,
@@ -137,9 +160,9 @@ def command(
         argv=tuple(sys.argv[1:]),
     )
     if dry_run:
-        from mfs_decompose.pipeline.prepare import prepare
+        from mfs_decompose.cli.dry_run import dry_run as show_plan
 
-        _show_plan(output, prepare(request, make_sink(output), headers_only=True), request.out)
+        show_plan(output, request, origins, save_plan)
         return
     if overwrite and request.out.exists() and not output.confirm(f"replace {request.out}"):
         raise typer.Exit(2)
@@ -148,32 +171,32 @@ def command(
     _show_report(output, decompose(request, make_sink(output)))
 
 
-def _show_plan(output: Output, prepared: Prepared, out: Path) -> None:
-    from mfs_decompose.plan.summary import summarise
-    from mfs_decompose.units import format_bytes, format_fraction
+def _request(
+    plan: Path | None,
+    recipe: str | None,
+    overrides: Mapping[str, object],
+    options: Mapping[str, str],
+    base: str | None,
+    refs: Mapping[str, str],
+    out: Path,
+) -> tuple[DecomposeRequest, Mapping[str, str]]:
+    """What is to be made of what, from a saved plan or from the command line, and the origin of each recipe value."""
+    from mfs_decompose.pipeline.planned import PlannedRequest
+    from mfs_decompose.pipeline.request import DecomposeRequest
+    from mfs_decompose.plan.saved import read_plan
+    from mfs_decompose.recipe.load import load_with_origins
 
-    document = summarise(prepared.plan, prepared.estimate, prepared.base, prepared.variants, out)
-    output.document(document)
-    rows = [
-        (v["id"], format_bytes(v["checkpoint_bytes"]), f"<= {format_bytes(v['max_bytes'])}",
-         format_fraction(v["max_footprint"]), ", ".join(f"{codec} x {count}" for codec, count in v["codecs"].items()))
-        for v in document["variants"]
-    ]  # fmt: skip
-    output.table(
-        ("variant", "checkpoint", "bytes", "footprint", "tensors"), rows, right=("checkpoint", "bytes", "footprint")
-    )
-    for note in prepared.alignment.notes:
-        output.line(f"note: {note}")
-    output.line(
-        f"base: {document['base']['mode']}, {document['base']['store']}, {format_bytes(document['base']['bytes'])}; "
-        f"coverage {document['coverage']['tensors']} of {document['coverage']['tensors']} tensors in "
-        f"{document['coverage']['groups']} groups; lineage: not checked"
-    )
-    output.line(
-        f"disk: {format_bytes(document['disk_bytes'])} needed at most, {format_bytes(document['disk_free'])} free; "
-        f"memory: {format_bytes(document['peak_ram'])} at most; reads {format_bytes(document['read_bytes'])}"
-    )
-    output.say("dry run: nothing was read but headers, and nothing was written")
+    if plan is None:
+        if not refs:
+            raise UsageError(
+                "expected --variants, found none", hint="Name the fine-tunes: --variants math=./math code=./code"
+            )
+        effective, origins = load_with_origins(recipe, overrides, options)
+        return DecomposeRequest(variants=refs, out=out, recipe=effective, base=base), origins
+    saved = read_plan(plan)
+    effective, origins = planned_recipe(saved, recipe, overrides, options)
+    base, refs = planned_refs(saved, base, refs)
+    return PlannedRequest(variants=refs, out=out, recipe=effective, base=base, saved=saved), origins
 
 
 def _show_report(output: Output, report: DecomposeReport) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from mfs_decompose.cli.eval_card import check_card_place, repeat_command, write_card
 from mfs_decompose.cli.options import (
     INPUTS,
     MACHINE,
@@ -103,6 +104,12 @@ def command(
             "--out", "-o", metavar="FILE", help="Write the JSON document here as well; a run that was stopped goes on."
         ),
     ] = None,
+    card: Annotated[
+        Path | None,
+        typer.Option(
+            "--card", metavar="FILE", help="Write a model card with the drift, outside of the artifact: Markdown."
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     scratch: Annotated[
         Path | None,
@@ -121,6 +128,7 @@ def command(
       mfs eval art --text humaneval.jsonl:prompt+canonical_solution
       mfs eval art --variant math --text notes.txt --originals math=./math --base ./base
       mfs eval art --variant math --suite ci --save-reference math.reference
+      mfs eval art --suite ci --card CARD.md
     """
     from mfs_decompose.fidelity.artifact_drift import DriftRequest, measure_artifact, save_artifact_reference
     from mfs_decompose.fidelity.document import EvalDocument, describe_settings
@@ -129,7 +137,9 @@ def command(
 
     output = output_of(ctx)
     given = named_refs(originals or [], "--originals")
-    _check_places(out, save_reference, scratch)
+    if card is not None:
+        check_card_place(card, artifact, {"--out": out, "--save-reference": save_reference})
+    _check_places({"--out": out, "--save-reference": save_reference, "--card": card}, scratch)
     _check_ids(artifact, given)
     given_settings = {"max_tokens": max_tokens, "window": window, "stride": stride, "bos": bos}
     chosen_suite = _choose_texts(text, suite, {name: value for name, value in given_settings.items() if value})
@@ -154,14 +164,22 @@ def command(
             save_artifact_reference(request, save_reference, make_sink(output))
         results, digest = measure_artifact(request, make_sink(output))
         checks = check_measurement(request, make_sink(output)) if self_check else None
-    document = EvalDocument(
+    measured = EvalDocument(
         tuple(results),
         describe_settings(settings, results, chosen, suite=chosen_suite.name or None),
         digest,
         self_check=None if checks is None else tuple(check.to_json() for check in checks),
-    ).to_json()
+    )
+    document = measured.to_json()
     if out is not None:
         _write(out, document)
+    if card is not None:
+        named: dict[str, object] = {"--variant": variant, "--through": through}
+        named |= {f"--{name.replace('_', '-')}": value for name, value in given_settings.items()}
+        named |= {"--reference": reference and reference.name, "--device": chosen.partition(":")[0]}
+        refs = {"--originals": [f"{id}={ref}" for id, ref in given.items()], "--base": [base] if base else []}
+        again = repeat_command(text=text, suite=suite, options=named, refs=refs, self_check=self_check)
+        write_card(card, artifact, measured, again)
     output.document(document)
     show_results(output, results)
     for note in document["settings"]["notes"]:
@@ -199,9 +217,9 @@ def _write(out: Path, document: Mapping[str, Any]) -> None:
     discard_result_log(out)
 
 
-def _check_places(out: Path | None, reference: Path | None, scratch: Path | None) -> None:
+def _check_places(files: Mapping[str, Path | None], scratch: Path | None) -> None:
     """Refuse before hours of measuring what could not be written after them."""
-    for option, path in (("--out", out), ("--save-reference", reference)):
+    for option, path in files.items():
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             found = "a folder" if path.is_dir() else f"no folder {path.parent}"
             raise OutputBusy(

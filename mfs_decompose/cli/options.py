@@ -26,7 +26,11 @@ VerboseCount = Annotated[
     int, typer.Option("--verbose", "-v", count=True, show_default=False, help="Say more; repeat for more still.")
 ]
 NoColorFlag = Annotated[bool, typer.Option("--no-color", help="No colour; NO_COLOR does the same.")]
-DebugFlag = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+DebugFlag = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; MFS_DEBUG=1 does the same.")]
+LogFileOption = Annotated[
+    Path | None,
+    typer.Option("--log-file", metavar="FILE", help="Append what is said, stages and tracebacks here, with UTC times."),
+]
 YesFlag = Annotated[bool, typer.Option("--yes", help="Answer every question with yes.")]
 
 # Shared by commands.

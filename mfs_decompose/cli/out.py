@@ -18,6 +18,8 @@ from mfs_decompose.errors import MfsError, UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mfs_decompose.cli.log import Log
+
 # A table that is piped is as wide as its widest row: a reader after us must not meet a cut name.
 _PIPED_WIDTH = 100_000
 # Overrides of the writing direction can make a name read as another one.
@@ -48,6 +50,9 @@ class Output:
         self.assume_yes = False
         self.live = False
         """Whether a live display is on stderr, which talk must go around."""
+        self.command_line = ""
+        self.log: Log | None = None
+        """The file of --log-file, which gets all talk, also what --quiet keeps from the terminal."""
         self._color = True
         self._stdout = _forgiving(stdout or sys.stdout)
         self._stderr = _forgiving(stderr or sys.stderr)
@@ -112,24 +117,31 @@ class Output:
         """The rich console on stderr, for live displays."""
         return self._console(self._stderr)
 
-    def say(self, text: str) -> None:
-        """Tell the user something; not under --quiet."""
+    def say(self, text: str, *, logged: bool = True) -> None:
+        """Tell the user something; not under --quiet. `logged` is false where the log says it in its own way."""
+        if logged:
+            self.record("info", text)
         if self.verbosity >= 0:
             self._talk("info", text)
 
     def detail(self, text: str) -> None:
         """Tell something only under --verbose."""
+        self.record("detail", text)
         if self.verbosity > 0:
             self._talk("detail", text)
 
     def warn(self, text: str) -> None:
         """Warn, also under --quiet."""
+        self.record("warning", text)
         self._talk("warning", text, label="Warning: ", style="yellow")
 
     def error(self, error: MfsError, *, exit_code: int | None = None) -> None:
         """Report an error: `Error:` and `Hint:` on stderr, and in JSON mode a document, unless there was one."""
         code = error.exit_code if exit_code is None else exit_code
         self.close()
+        self.record("error", error.message)
+        if error.hint:
+            self.record("hint", error.hint)
         self._talk("error", error.message, label="Error: ", style="bold red")
         if error.hint:
             self._talk("hint", error.hint, label="Hint: ", style="bold")
@@ -143,6 +155,16 @@ class Output:
                     "hint": error.hint,
                 }
             )
+
+    def record(self, level: str, text: str) -> None:
+        """Write to the log file alone, where there is one. A log that fails ends with a warning, never the work."""
+        if self.log is None:
+            return
+        try:
+            self.log.write(level, text)
+        except OSError as error:
+            self.log = None
+            self.warn(f"the log file ends here: {error.strerror}")
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Write one line of JSON on stderr, for `--progress json`."""

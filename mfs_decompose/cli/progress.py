@@ -87,6 +87,8 @@ class NotesSink:
             if self._stage is not None:
                 self.finish()
             self._stage = Stage(visible(stage, keep=""), total_bytes, self._clock())
+            amount = "" if total_bytes is None else f", {format_bytes(total_bytes)}"
+            self._output.record("stage", f"{self._stage.name}: begun{amount}")
             self._started(self._stage)
 
     def advance(self, nbytes: int) -> None:
@@ -99,6 +101,7 @@ class NotesSink:
         with self._lock:
             stage, self._stage = self._stage, None
             if stage is not None:
+                self._output.record("stage", f"{stage.name}: done, {_summary(stage, self._clock())}")
                 self._finished(stage)
 
     def note(self, message: str, level: Level = "info") -> None:
@@ -132,10 +135,10 @@ class PlainSink(NotesSink):
         now = self._clock()
         if now - self._last >= self._every_s:
             self._last = now
-            self._output.say(f"{stage.name}: {stage.describe(now)}")
+            self._output.say(f"{stage.name}: {stage.describe(now)}", logged=False)
 
     def _finished(self, stage: Stage) -> None:
-        self._output.say(f"{stage.name}: {_summary(stage, self._clock())}")
+        self._output.say(f"{stage.name}: {_summary(stage, self._clock())}", logged=False)
 
 
 class JsonSink(NotesSink):
@@ -204,7 +207,7 @@ class BarSink(NotesSink):
 
     def _finished(self, stage: Stage) -> None:
         self._stop()
-        self._output.say(f"{stage.name}: {_summary(stage, self._clock())}")
+        self._output.say(f"{stage.name}: {_summary(stage, self._clock())}", logged=False)
 
     def _stop(self) -> None:
         with self._lock:

@@ -10,10 +10,13 @@ from mfs_decompose.artifact.atomic import require_writable
 from mfs_decompose.artifact.layout import MANIFEST, RESERVED_IDS, is_variant_id
 from mfs_decompose.errors import OutputBusy, ResourceShortage, UsageError
 from mfs_decompose.events import ProgressSink
+from mfs_decompose.pipeline.planned import PlannedRequest
 from mfs_decompose.pipeline.request import DecomposeRequest
 from mfs_decompose.plan.build import build_plan
 from mfs_decompose.plan.estimate import Estimate, estimate
 from mfs_decompose.plan.model import Plan
+from mfs_decompose.plan.saved import check_outcome, check_sources
+from mfs_decompose.plan.summary import summarise
 from mfs_decompose.provenance import available_memory, free_disk, processors
 from mfs_decompose.recipe.schema import Recipe
 from mfs_decompose.source.align import Alignment, align, mean_base_tensors
@@ -39,7 +42,8 @@ class Prepared:
 def prepare(request: DecomposeRequest, progress: ProgressSink | None = None, *, headers_only: bool = False) -> Prepared:
     """Open all sources from headers alone and plan the run; nothing is written at `request.out`.
 
-    Models of the Hub are fetched first, or with `headers_only` looked at from afar.
+    Models of the Hub are fetched first, or with `headers_only` looked at from afar. A planned request is held against
+    its plan.
 
     Raises:
         MfsError: with the exit code of what is wrong, see errors.py.
@@ -48,8 +52,11 @@ def prepare(request: DecomposeRequest, progress: ProgressSink | None = None, *, 
     open_one = partial(open_source, offline=request.offline, progress=progress, headers_only=headers_only)
     base = None if request.base is None else open_one(request.base, "base")
     variants = tuple(open_one(request.variants[id], id) for id in sorted(request.variants))
+    saved = request.saved if isinstance(request, PlannedRequest) else None
+    if saved is not None:
+        check_sources(saved, base, variants)
     check_output(request, [*variants, *([base] if base is not None else [])])
-    mode, store = _base_choice(request.recipe, base)
+    mode, store = _base_choice(request.recipe, base) if saved is None else (saved.base_mode, saved.base_store)
     if base is not None and mode == "known":
         tensors = {name: info.spec for name, info in base.tensors.items()}
         alignment = align(tensors, variants, base.config)
@@ -58,7 +65,10 @@ def prepare(request: DecomposeRequest, progress: ProgressSink | None = None, *, 
         tensors = mean_base_tensors(variants)
         alignment = align(tensors, variants, {})
     plan = build_plan(request.recipe, alignment, variants, tensors, mode, store)
-    return Prepared(base, variants, alignment, plan, estimate(plan, base, variants, thread_count(request)))
+    estimated = estimate(plan, base, variants, thread_count(request))
+    if saved is not None:
+        check_outcome(saved, summarise(plan, estimated, base, variants, request.out))
+    return Prepared(base, variants, alignment, plan, estimated)
 
 
 def check_ids(request: DecomposeRequest) -> None:

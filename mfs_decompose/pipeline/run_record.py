@@ -10,6 +10,7 @@ from typing import Any
 from mfs_decompose.artifact.manifest import Manifest
 from mfs_decompose.artifact.writer import write_run_record
 from mfs_decompose.pipeline.prepare import Prepared
+from mfs_decompose.source.ref import redact
 
 
 def write_run(
@@ -29,7 +30,7 @@ def write_run(
             "schema": "mfs.run/1",
             "digest": manifest.digest,
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "argv": list(argv),
+            "argv": [redact(word) for word in argv],
             "stages": {name: round(seconds, 3) for name, seconds in stages.items()},
             "bytes_read": bytes_read,
             "resumed_units": resumed_units,

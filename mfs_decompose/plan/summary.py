@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mfs_decompose import __version__
 from mfs_decompose.plan.estimate import Estimate
 from mfs_decompose.plan.model import Plan
+from mfs_decompose.plan.saved import PLAN_SCHEMA, describe_sources
 from mfs_decompose.provenance import free_disk
 from mfs_decompose.source.checkpoint import Checkpoint
 
@@ -16,13 +18,17 @@ from mfs_decompose.source.checkpoint import Checkpoint
 def summarise(
     plan: Plan, estimate: Estimate, base: Checkpoint | None, variants: Sequence[Checkpoint], out: Path
 ) -> dict[str, Any]:
-    """Plain JSON, schema `mfs.plan/1`: upper bounds in bytes, and codecs as planned before any weight is read."""
+    """Plain JSON, schema `mfs.plan/1`: upper bounds in bytes, and codecs as planned before any weight is read.
+
+    `sources` has the size and header digest of every file of weights: plan/saved.py binds a plan to them.
+    """
     counts = {
         variant.id: Counter(item.codec for item in plan.items() if item.variant == variant.id) for variant in variants
     }
     sources = [*variants, *([base] if base is not None else [])]
     return {
-        "schema": "mfs.plan/1",
+        "schema": PLAN_SCHEMA,
+        "version": __version__,
         "recipe": plan.recipe.canonical(),
         "base": {"mode": plan.base_mode, "store": plan.base_store, "bytes": estimate.base_bytes},
         "variants": [
@@ -35,6 +41,7 @@ def summarise(
             }
             for variant in estimate.variants
         ],
+        "sources": describe_sources(base, variants),
         "coverage": {"tensors": sum(len(source.tensors) for source in sources), "groups": plan.groups},
         "lineage": None,
         "read_bytes": estimate.read_bytes,

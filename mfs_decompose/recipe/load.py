@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 
 from mfs_decompose.errors import RecipeError, UsageError
 from mfs_decompose.recipe.explain import dotted, explain, keys_at
+from mfs_decompose.recipe.origin import SET, Origins, trace
 from mfs_decompose.recipe.presets import preset_names, read_preset
 from mfs_decompose.recipe.schema import SCHEMA, Recipe
 from mfs_decompose.recipe.strict_yaml import Document, Mistake, Path, read_document, read_scalar
@@ -26,6 +28,21 @@ def load_recipe(source: str | os.PathLike[str] | None = None, overrides: Mapping
         RecipeError: the recipe is not found or is wrong; every mistake is named with its line.
         UsageError: the overrides are wrong, or ask for something that the recipe excludes.
     """
+    return load_with_origins(source, overrides)[0]
+
+
+def load_with_origins(
+    source: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+    options: Mapping[str, str] | None = None,
+) -> tuple[Recipe, Origins]:
+    """As load_recipe, and where each value of the effective recipe came from.
+
+    `options` names the option that gave an override, such as `{"objective.budget": "--budget"}`; others are of --set.
+
+    Raises:
+        RecipeError, UsageError: as load_recipe.
+    """
     name, text = _read(source)
     document = Document(data={"schema": SCHEMA}) if text is None else read_document(text)
     if text is not None and not document.mistakes and "schema" not in document.data:
@@ -38,7 +55,24 @@ def load_recipe(source: str | os.PathLike[str] | None = None, overrides: Mapping
         recipe, mistakes = _validate(document)
     if recipe is None:  # the recipe by itself was right, so the command line is to blame
         raise UsageError(_message(mistakes, None), hint=_hint(mistakes))
-    return recipe
+    # A preset is called "recipe NAME" in messages: the same word as for a file would hide that it is none.
+    label = f"preset {source}" if name == f"recipe {source}" else f"recipe {name}"
+    given: dict[Path, str] = {tuple(key.split(".")): (options or {}).get(key, SET) for key in overrides or {}}
+    return recipe, trace(recipe, document, label, given)
+
+
+def change_recipe(recipe: Recipe, overrides: Mapping[str, object]) -> Recipe:
+    """An effective recipe (without its limits and prose) changed by dotted keys, as load_recipe does.
+
+    Raises:
+        UsageError: the overrides are wrong, or ask for something that the recipe excludes.
+    """
+    document = Document(data=recipe.canonical())
+    _apply(document.data, overrides)
+    changed, mistakes = _validate(document)
+    if changed is None:
+        raise UsageError(_message(mistakes, None), hint=_hint(mistakes))
+    return changed
 
 
 def parse_set(pairs: Sequence[str]) -> dict[str, object]:
@@ -90,7 +124,7 @@ def _apply(data: dict[str, Any], overrides: Mapping[str, object]) -> None:
     codec: Path = ("deltas", "default", "codec")
     before = _get(data, codec)
     for path, value in zip(paths, overrides.values(), strict=True):
-        _put(data, path, value)
+        _put(data, path, deepcopy(value))  # a later override may reach into it, and it is the caller's
     default = _get(data, codec[:-1])
     if isinstance(default, dict) and default.get("codec") != before:
         for option in ("factors", "values"):

@@ -122,7 +122,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "resumed_units": int,
     },
     "mfs.plan/1": {
+        "version": str,
         "recipe": MAP,
+        "recipe_origins": MAP,
+        "sources": [{"id": str, "ref": str, "shards": [{"file": str, "bytes": int, "header_sha256": str}]}],
         "base": {"mode": str, "store": str, "bytes": int},
         "variants": [{"id": str, "checkpoint_bytes": int, "max_bytes": int, "max_footprint": float, "codecs": MAP}],
         "coverage": {"tensors": int, "groups": int},

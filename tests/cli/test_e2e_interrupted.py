@@ -108,7 +108,9 @@ def test_a_stopped_run_is_resumed_by_the_same_command(
     # Another command does not take it over, nor destroy it.
     words, before = [*large.words, str(out)], tree(out.with_name("art.partial"))
     message, hint = refused(15, *words, "--seed", "5")
-    assert message.startswith(f"the unfinished run in {out}.partial was started from something else; what differs: the recipe")
+    assert message.startswith(
+        f"the unfinished run in {out}.partial was started from something else; what differs: the recipe"
+    )
     assert "--no-resume to start over" in hint
     assert tree(out.with_name("art.partial")) == before
 

@@ -215,6 +215,9 @@ def test_overrides_are_left_as_they_were() -> None:
     overrides: dict[str, object] = {"deltas": {"default": {"codec": "raw"}}}
     load_recipe(None, overrides)
     assert overrides == {"deltas": {"default": {"codec": "raw"}}}
+    both: dict[str, object] = {"base": {"mode": "known"}, "base.store": "reference"}
+    assert load_recipe(None, both).base.store == "reference"
+    assert both["base"] == {"mode": "known"}
 
 
 def test_set_pairs_are_yaml() -> None:

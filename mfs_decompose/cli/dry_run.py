@@ -1,0 +1,65 @@
+"""`mfs decompose --dry-run`: the plan, for people, as JSON, and as a file."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mfs_decompose.cli.out import Output
+from mfs_decompose.cli.plan_file import save_plan, shown_origins
+from mfs_decompose.cli.progress import make_sink
+
+if TYPE_CHECKING:
+    from mfs_decompose.pipeline.request import DecomposeRequest
+
+
+def dry_run(output: Output, request: DecomposeRequest, origins: Mapping[str, str], plan_file: Path | None) -> None:
+    """Plan the request and show the plan; it is also written where `plan_file` names a file.
+
+    Raises:
+        MfsError: as pipeline/prepare.py does.
+    """
+    from mfs_decompose.pipeline.prepare import prepare
+    from mfs_decompose.plan.summary import summarise
+
+    prepared = prepare(request, make_sink(output), headers_only=True)
+    document = summarise(prepared.plan, prepared.estimate, prepared.base, prepared.variants, request.out)
+    document["recipe_origins"] = dict(origins)
+    if plan_file is not None:
+        save_plan(plan_file, document)
+    output.document(document)
+    if output.verbosity > 0:
+        output.table(("key", "value", "from"), shown_origins(request.recipe, origins))
+        output.line()
+    _show_plan(output, document, prepared.alignment.notes)
+    if plan_file is None:
+        output.say("dry run: nothing was read but headers, and nothing was written")
+        return
+    output.say(f"dry run: nothing was read but headers, and only the plan was written: {plan_file}")
+    output.say(f"next: {shlex.join(['mfs', 'decompose', '--plan', str(plan_file), '--out', str(request.out)])}")
+
+
+def _show_plan(output: Output, document: Mapping[str, Any], notes: Iterable[str]) -> None:
+    from mfs_decompose.units import format_bytes, format_fraction
+
+    rows = [
+        (v["id"], format_bytes(v["checkpoint_bytes"]), f"<= {format_bytes(v['max_bytes'])}",
+         format_fraction(v["max_footprint"]), ", ".join(f"{codec} x {count}" for codec, count in v["codecs"].items()))
+        for v in document["variants"]
+    ]  # fmt: skip
+    output.table(
+        ("variant", "checkpoint", "bytes", "footprint", "tensors"), rows, right=("checkpoint", "bytes", "footprint")
+    )
+    for note in notes:
+        output.line(f"note: {note}")
+    output.line(
+        f"base: {document['base']['mode']}, {document['base']['store']}, {format_bytes(document['base']['bytes'])}; "
+        f"coverage {document['coverage']['tensors']} of {document['coverage']['tensors']} tensors in "
+        f"{document['coverage']['groups']} groups; lineage: not checked"
+    )
+    output.line(
+        f"disk: {format_bytes(document['disk_bytes'])} needed at most, {format_bytes(document['disk_free'])} free; "
+        f"memory: {format_bytes(document['peak_ram'])} at most; reads {format_bytes(document['read_bytes'])}"
+    )
