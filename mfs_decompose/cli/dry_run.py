@@ -21,7 +21,8 @@ def dry_run(output: Output, request: DecomposeRequest, origins: Mapping[str, str
     Raises:
         MfsError: as pipeline/prepare.py does.
     """
-    from mfs_decompose.pipeline.prepare import prepare
+    from mfs_decompose.pipeline.prepare import prepare, thread_count
+    from mfs_decompose.plan.duration import estimate_duration
     from mfs_decompose.plan.summary import summarise
 
     prepared = prepare(request, make_sink(output), headers_only=True)
@@ -29,6 +30,8 @@ def dry_run(output: Output, request: DecomposeRequest, origins: Mapping[str, str
     document["recipe_origins"] = dict(origins)
     if plan_file is not None:
         save_plan(plan_file, document)
+    duration = estimate_duration(prepared.plan, prepared.estimate.base_bytes, thread_count(request))
+    document["seconds_estimated"], document["hashing_measured"] = duration.seconds, duration.hashing
     output.document(document)
     if output.verbosity > 0:
         output.table(("key", "value", "from"), shown_origins(request.recipe, origins))
@@ -42,7 +45,7 @@ def dry_run(output: Output, request: DecomposeRequest, origins: Mapping[str, str
 
 
 def _show_plan(output: Output, document: Mapping[str, Any], notes: Iterable[str]) -> None:
-    from mfs_decompose.units import format_bytes, format_fraction
+    from mfs_decompose.units import format_bytes, format_duration, format_fraction
 
     rows = [
         (v["id"], format_bytes(v["checkpoint_bytes"]), f"<= {format_bytes(v['max_bytes'])}",
@@ -56,10 +59,14 @@ def _show_plan(output: Output, document: Mapping[str, Any], notes: Iterable[str]
         output.line(f"note: {note}")
     output.line(
         f"base: {document['base']['mode']}, {document['base']['store']}, {format_bytes(document['base']['bytes'])}; "
-        f"coverage {document['coverage']['tensors']} of {document['coverage']['tensors']} tensors in "
+        f"coverage {document['coverage']['planned']} of {document['coverage']['tensors']} tensors in "
         f"{document['coverage']['groups']} groups; lineage: not checked"
     )
     output.line(
         f"disk: {format_bytes(document['disk_bytes'])} needed at most, {format_bytes(document['disk_free'])} free; "
         f"memory: {format_bytes(document['peak_ram'])} at most; reads {format_bytes(document['read_bytes'])}"
+    )
+    output.line(
+        f"time: about {format_duration(document['seconds_estimated'])}, an estimate from this plan's work and from "
+        f"{format_bytes(int(document['hashing_measured']))}/s of hashing measured now"
     )

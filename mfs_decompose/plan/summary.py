@@ -42,7 +42,11 @@ def summarise(
             for variant in estimate.variants
         ],
         "sources": describe_sources(base, variants),
-        "coverage": {"tensors": sum(len(source.tensors) for source in sources), "groups": plan.groups},
+        "coverage": {
+            "tensors": sum(len(source.tensors) for source in sources),
+            "planned": len(plan.items()) + (0 if base is None else len(plan.base_tensors)),
+            "groups": plan.groups,
+        },
         "lineage": None,
         "read_bytes": estimate.read_bytes,
         "peak_ram": estimate.peak_ram,

@@ -128,12 +128,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "sources": [{"id": str, "ref": str, "shards": [{"file": str, "bytes": int, "header_sha256": str}]}],
         "base": {"mode": str, "store": str, "bytes": int},
         "variants": [{"id": str, "checkpoint_bytes": int, "max_bytes": int, "max_footprint": float, "codecs": MAP}],
-        "coverage": {"tensors": int, "groups": int},
+        "coverage": {"tensors": int, "planned": int, "groups": int},
         "lineage": NULL,
         "read_bytes": int,
         "peak_ram": int,
         "disk_bytes": int,
         "disk_free": int,
+        "seconds_estimated": float,
+        "hashing_measured": float,
     },
     "mfs.inspect/1": {
         "variants": [
