@@ -113,7 +113,7 @@ def shortage_named(path: Path, size: int) -> Iterator[None]:
             raise
         raise ResourceShortage(
             f"expected room for {path} ({format_bytes(size)}), found {_free(path)}",
-            hint="free some space or choose another --out, then run the same command again: it resumes",
+            hint="free some space or choose another --out, then run the same command again",
         ) from error
 
 

@@ -145,7 +145,8 @@ def _guarded(group: LazyGroup, words: Sequence[str], output: Output, terminated:
                 entry = getattr(group.commands.get(context.invoked_subcommand or ""), "entry", None)
                 resumes = entry is not None and entry.resumes
         output.close()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return 0
     except typer.Exit as end:
         output.close()
@@ -239,7 +240,7 @@ def _forget_stdout() -> None:
     """Point stdout at nothing, so that the interpreter's last flush does not complain of the closed pipe."""
     try:
         descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)

@@ -243,6 +243,7 @@ def _show_report(output: Output, report: DecomposeReport) -> None:
     )
     if not report.written:
         output.say(f"{report.out} is finished already: nothing was written")
+        output.detail(f"mfs verify {report.out} checks its bytes")
         return
     resumed = f", {report.resumed_units} units taken from the run before" if report.resumed_units else ""
     output.say(

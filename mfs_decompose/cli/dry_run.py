@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from mfs_decompose.cli.out import Output
 from mfs_decompose.cli.plan_file import save_plan, shown_origins
 from mfs_decompose.cli.progress import make_sink
+from mfs_decompose.errors import ResourceShortage
 
 if TYPE_CHECKING:
+    from mfs_decompose.pipeline.prepare import Prepared
     from mfs_decompose.pipeline.request import DecomposeRequest
 
 
@@ -21,27 +23,45 @@ def dry_run(output: Output, request: DecomposeRequest, origins: Mapping[str, str
     Raises:
         MfsError: as pipeline/prepare.py does.
     """
-    from mfs_decompose.pipeline.prepare import prepare, thread_count
+    from mfs_decompose.pipeline.prepare import BASELINE_BYTES, prepare, thread_count
     from mfs_decompose.plan.duration import estimate_duration
     from mfs_decompose.plan.summary import summarise
 
     prepared = prepare(request, make_sink(output), headers_only=True)
     document = summarise(prepared.plan, prepared.estimate, prepared.base, prepared.variants, request.out)
     document["recipe_origins"] = dict(origins)
+    document["peak_ram"] = min(document["peak_ram"] + BASELINE_BYTES, request.recipe.limits.max_ram or 2**63)
     if plan_file is not None:
         save_plan(plan_file, document)
     duration = estimate_duration(prepared.plan, prepared.estimate.base_bytes, thread_count(request))
     document["seconds_estimated"], document["hashing_measured"] = duration.seconds, duration.hashing
+    shortage = _shortage(request, prepared)
+    if shortage is not None and output.json_mode:
+        raise shortage
     output.document(document)
     if output.verbosity > 0:
         output.table(("key", "value", "from"), shown_origins(request.recipe, origins))
         output.line()
     _show_plan(output, document, prepared.alignment.notes)
+    if shortage is not None:
+        raise shortage
     if plan_file is None:
         output.say("dry run: nothing was read but headers, and nothing was written")
         return
     output.say(f"dry run: nothing was read but headers, and only the plan was written: {plan_file}")
     output.say(f"next: {shlex.join(['mfs', 'decompose', '--plan', str(plan_file), '--out', str(request.out)])}")
+
+
+def _shortage(request: DecomposeRequest, prepared: Prepared) -> ResourceShortage | None:
+    """What the run would be refused for, in the same words."""
+    from mfs_decompose.pipeline.prepare import check_disk, memory_limit
+
+    try:
+        memory_limit(request.recipe, prepared.plan)
+        check_disk(request, prepared.estimate, 0)
+    except ResourceShortage as shortage:
+        return shortage
+    return None
 
 
 def _show_plan(output: Output, document: Mapping[str, Any], notes: Iterable[str]) -> None:

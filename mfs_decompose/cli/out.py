@@ -54,8 +54,8 @@ class Output:
         self.log: Log | None = None
         """The file of --log-file, which gets all talk, also what --quiet keeps from the terminal."""
         self._color = True
-        self._stdout = _forgiving(stdout or sys.stdout)
-        self._stderr = _forgiving(stderr or sys.stderr)
+        self._stdout = _forgiving(stdout or sys.stdout or _nowhere())
+        self._stderr = _forgiving(stderr or sys.stderr or _nowhere())
         self._consoles: dict[int, Console] = {}
         self._closers: list[Callable[[], None]] = []
         self._answered = False
@@ -231,6 +231,11 @@ class Output:
                 width=None if stream.isatty() else _PIPED_WIDTH,
             )
         return self._consoles[id(stream)]
+
+
+def _nowhere() -> TextIO:
+    """For a stream that was closed before we started."""
+    return open(os.devnull, "w", encoding="utf-8")
 
 
 def _forgiving(stream: TextIO) -> TextIO:

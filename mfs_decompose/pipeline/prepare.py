@@ -24,7 +24,7 @@ from mfs_decompose.source.checkpoint import Checkpoint
 from mfs_decompose.source.resolve import open_source
 from mfs_decompose.units import format_bytes
 
-_BASELINE_BYTES = 350_000_000
+BASELINE_BYTES = 350_000_000
 """Anonymous memory of the interpreter with its libraries, measured at 0.26 GB, and some room."""
 
 
@@ -133,14 +133,14 @@ def memory_limit(recipe: Recipe, plan: Plan) -> int:
         ResourceShortage: not even one unit at a time would fit.
     """
     given = recipe.limits.max_ram
-    limit = (int(available_memory() * 0.9) if given is None else given) - _BASELINE_BYTES
+    limit = (int(available_memory() * 0.9) if given is None else given) - BASELINE_BYTES
     largest = max((unit.peak_bytes for unit in plan.units), default=0)
     if largest > limit:
         found = "is free" if given is None else "was allowed"
         raise ResourceShortage(
-            f"the largest tensor needs {format_bytes(largest + _BASELINE_BYTES)} of memory, and "
-            f"{format_bytes(limit + _BASELINE_BYTES)} {found}",
-            hint=f"Use --max-ram {-(-(largest + _BASELINE_BYTES) // 10**6)}MB or more.",
+            f"the run needs {format_bytes(largest + BASELINE_BYTES)} of memory for its largest tensors, and "
+            f"{format_bytes(limit + BASELINE_BYTES)} {found}",
+            hint=f"Use --max-ram {-(-(largest + BASELINE_BYTES) // 10**6)}MB or more.",
         )
     return limit
 

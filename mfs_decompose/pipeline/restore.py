@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from mfs_decompose.artifact.atomic import fsync_dir, publish_dir, require_writable, write_file
 from mfs_decompose.artifact.files import hash_file
+from mfs_decompose.artifact.layout import content_name
 from mfs_decompose.artifact.reader import Family
 from mfs_decompose.artifact.shard import write_shard
 from mfs_decompose.errors import ArtifactInvalid, OutputBusy, ResourceShortage
@@ -69,7 +70,7 @@ def restore(
         folders = {job.id: out if len(wanted) == 1 and not nested else out / job.id for job in jobs}
         for folder in folders.values():
             _check_free(folder, artifact)
-        _check_disk(out, sum(job.nbytes for job in jobs))
+        _check_disk(out, sum(job.nbytes + _side_bytes(family, job.id) for job in jobs))
         _check_shards(family, [job.id for job in jobs if not job.digests], sink)
         sink.start("restoring", sum(job.data_bytes for job in jobs))
         done = tuple(_write(family, job, folders[job.id], sink) for job in jobs)
@@ -145,6 +146,13 @@ def _check_free(folder: Path, artifact: Path) -> None:
             f"expected {folder} to be absent or empty, found something there", hint="Choose another --out."
         )
     require_writable(folder.parent)
+
+
+def _side_bytes(family: Family, id: str) -> int:
+    """Bytes of config, tokenizer and the other files beside the weights."""
+    source = family.manifest.base.source if id == BASE else family.variant(id).source
+    digests = source.files.values() if source is not None else ()
+    return sum(family.manifest.files[content_name(digest)].size for digest in digests)
 
 
 def _check_disk(out: Path, needed: int) -> None:

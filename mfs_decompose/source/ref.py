@@ -48,7 +48,8 @@ class SourceRef:
             return cls(text, folder=Path(text))
         if "://" in text or text.startswith("hf:"):
             raise _no_ref(text)
-        if _REPO.fullmatch(text.partition("@")[0]):
+        # Where a folder of the owner's name is at hand, a missing one inside it is a typo and no model of the Hub.
+        if _REPO.fullmatch(text.partition("@")[0]) and not os.path.isdir(text.partition("/")[0]):  # noqa: PTH112
             return _hub_ref(text, text)
         return cls(text, folder=Path(text))
 

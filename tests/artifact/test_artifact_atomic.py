@@ -91,7 +91,7 @@ def test_a_full_disk_names_path_and_bytes(
         write_file(path, b"x" * 1234)
     monkeypatch.undo()
     assert caught.value.exit_code == 13
-    assert "resumes" in (caught.value.hint or "")
+    assert "run the same command again" in (caught.value.hint or "")
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -225,3 +226,10 @@ def keys(shape: Any) -> set[str]:
     if isinstance(shape, list):
         return keys(shape[0])
     return set(shape).union(*(keys(inner) for inner in shape.values())) if isinstance(shape, dict) else set()
+
+
+def test_a_closed_stdout_is_no_bug(art: Path) -> None:
+    """`mfs inspect art >&-`: there is nowhere to print to, and nothing else is wrong."""
+    command = f"{shlex.quote(sys.executable)} -m mfs_decompose inspect {shlex.quote(str(art))} >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

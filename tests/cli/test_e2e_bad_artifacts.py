@@ -231,6 +231,6 @@ def test_restore_refuses_what_it_cannot_do(whole: Path, tmp_path: Path, monkeypa
     assert said == "invalid value for '--dtype': expected one of 'original', 'float32', found 'float16'"
     monkeypatch.setattr("mfs_decompose.pipeline.restore.free_disk", lambda folder: 1000)
     said, hint = refused(13, *words)
-    assert said == "restoring needs 152 kB of disk, and 1 kB is free"
+    assert said == "restoring needs 159 kB of disk, and 1 kB is free"
     assert "one variant at a time" in hint
     assert list(tmp_path.iterdir()) == []

@@ -208,7 +208,7 @@ def test_too_small_a_disk(
 def test_too_little_memory(words: list[str], tmp_path: Path, untouched: Callable[[], None]) -> None:
     more = ("--budget", "30%", "--out", tmp_path / "art")
     said, hint = refused(13, *words, *more, "--max-ram", "100MB")
-    assert re.fullmatch(r"the largest tensor needs \S+ MB of memory, and 100 MB was allowed", said)
+    assert re.fullmatch(r"the run needs \S+ MB of memory for its largest tensors, and 100 MB was allowed", said)
     enough = re.fullmatch(r"Use --max-ram (\S+) or more\.", hint)
     assert enough is not None
     untouched()
@@ -359,3 +359,9 @@ def test_a_rule_that_fits_nothing(words: list[str], tmp_path: Path) -> None:
     assert said == "the rule for *.moe.* fits none of the 20 tensors"
     assert hint.startswith("Give a glob that fits")
     assert list(tmp_path.iterdir()) == [recipe]
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(words: list[str], tmp_path: Path) -> None:
+    for more in (("--max-ram", "100MB"), ("--max-disk", "1kB")):
+        said = refused(13, *words, "--out", tmp_path / "art", *more)
+        assert refused(13, *words, "--out", tmp_path / "art", *more, "--dry-run") == said

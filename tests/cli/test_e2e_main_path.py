@@ -103,7 +103,15 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(made: Made, tmp_path: Path
     kinship = 4 * 8 * 2**18 * 2  # what the look at kinship samples at most, in no estimate: 8 matrices of each source
     assert document["read_bytes"] + kinship >= made.document["bytes_read"]
     plain = succeeded(*words, "-n")
-    for word in ("time: about ", "disk: ", "memory: ", "reads ", "coverage 80 of 80 tensors", "lineage: not checked", "<= 45.1 kB"):
+    for word in (
+        "time: about ",
+        "disk: ",
+        "memory: ",
+        "reads ",
+        "coverage 80 of 80 tensors",
+        "lineage: not checked",
+        "<= 45.1 kB",
+    ):
         assert word in plain.out
     assert "vocab: 1 tensor with 259 rows where the base has 257" in plain.out
     assert plain.err == "dry run: nothing was read but headers, and nothing was written\n"

@@ -158,3 +158,12 @@ def test_tokens_on_the_command_line_are_not_repeated(
         SourceRef.parse(text)
     assert "abcDEF123456" not in caught.value.message + str(caught.value.hint)
     assert redact(f"x {text}").count("hf_***") == 1
+
+
+def test_a_missing_folder_inside_one_that_is_there_is_a_typo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    ref = SourceRef.parse("own/bsae")
+    assert (ref.repo, ref.folder) == (None, Path("own/bsae"))
+    assert SourceRef.parse("hf://own/bsae").repo == "own/bsae"
+    assert SourceRef.parse("other/base").repo == "other/base"
