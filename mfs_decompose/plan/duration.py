@@ -27,8 +27,8 @@ SECONDS_PER = {
     "coded": 1.38e-8,
 }
 """One thread: bytes of the base brought in; elements read, compared, digested, decoded and rounded; multiplications of
-fp32 and fp64 products; elements sorted by `sparse`; bytes coded by `lossless`. Of nine runs of a 135M model the fit comes
-within a quarter of each. Copying was lost in it, and has the rate of its stage."""
+fp32 and fp64 products; elements sorted by `sparse`; bytes coded by `lossless`. The fit comes within a quarter of each of
+nine runs of a 135M model. Copying was lost in it, and has the rate of its stage."""
 
 
 @dataclass(frozen=True)
