@@ -26,9 +26,9 @@ SECONDS_PER = {
     "sorted": 2.84e-8,
     "coded": 1.38e-8,
 }
-"""One thread: bytes of the base brought in; elements read, compared, digested, decoded and rounded; multiplications of
-fp32 and fp64 products; elements sorted by `sparse`; bytes coded by `lossless`. The fit comes within a quarter of each of
-nine runs of a 135M model. Copying was lost in it, and has the rate of its stage."""
+"""One thread: bytes of the base brought in; elements read, compared, digested, decoded and rounded; multiplications
+of fp32 and fp64 products; elements sorted by `sparse`; bytes coded by `lossless`. The fit comes within a quarter of
+each of nine runs of a 135M model. Copying was lost in it, and has the rate of its stage."""
 
 
 @dataclass(frozen=True)
