@@ -102,3 +102,14 @@ def test_what_is_not_there_is_said(
     found, error, talk = mfs(capsys, *words)
     assert (found, error["code"]) == (code, "source-not-found") and error["hint"] and "Traceback" not in talk
     assert not (tmp_path / "art").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_a_network_failure(
+    hub: HubStub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    code, error, talk = decompose(capsys, tmp_path / "art")
+    assert (code, error["exit_code"]) == (30, 30) and error["hint"] and "Traceback" not in talk
+    assert not (tmp_path / "art").exists() and not (tmp_path / "art.partial").exists()
