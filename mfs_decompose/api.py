@@ -96,6 +96,7 @@ def restore(
     rounding: Literal["stochastic", "nearest"] = "stochastic",
     layout: Literal["original", "single"] = "original",
     exact: bool = False,
+    form: Literal["checkpoint", "adapter"] = "checkpoint",
     base: PathLike | None = None,
     progress: ProgressSink | None = None,
 ) -> Restored:
@@ -106,6 +107,7 @@ def restore(
         variant: its id.
         out: folder to write; absent or empty.
         dtype: that of the original, or float32 for what is served.
+        form: of an adapter, the checkpoint it makes of the base, or the adapter as it was given.
         base: folder of the base, for an artifact that refers to it.
 
     Raises:
@@ -114,7 +116,7 @@ def restore(
     from mfs_decompose.pipeline.restore import RestoreOptions
     from mfs_decompose.pipeline.restore import restore as run
 
-    options = RestoreOptions(dtype=dtype, rounding=rounding, layout=layout, exact=exact)
+    options = RestoreOptions(dtype=dtype, rounding=rounding, layout=layout, exact=exact, form=form)
     place = None if base is None else os.fspath(base)
     return run(Path(artifact), [variant], Path(out), options, base=place, progress=progress)[0]
 

@@ -33,6 +33,11 @@ class BaseReader:
         self._proofs: dict[str, threading.Lock] = {}
         self._proven: set[str] = set()
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The base's headers; without a config where it lies in the artifact."""
+        return self._reader.checkpoint
+
     def raw(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Bytes of rows `start` to `stop`: uint8 [(stop - start) * bytes of a row].
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from mfs_decompose.artifact.layout import CARD, base_shard_name, content_name, variant_shard_name
@@ -14,6 +15,7 @@ from mfs_decompose.artifact.records import (
     VariantRecord,
 )
 from mfs_decompose.errors import ArtifactInvalid
+from mfs_decompose.source.dtypes import item_size
 
 Files = Mapping[str, FileEntry]
 
@@ -49,19 +51,19 @@ def _check_variant(number: int, variant: VariantRecord, base: BaseRecord, files:
     names = tuple(variant_shard_name(number, shard) for shard in range(1, len(variant.shards) + 1))
     _require(variant.shards == names, f"the shards of {who} numbered in order", f"{variant.shards[:4]}")
     _require(variant.bytes == _bytes(names, files), f"the bytes of {who} to be those of its shards", str(variant.bytes))
-    missing = sorted(base.tensors.keys() - variant.tensors.keys())
+    missing = sorted(base.tensors.keys() - variant.tensors.keys() - _renamed(variant))
     _require(
         list(variant.missing) == missing,
         f"the {len(missing)} base tensors that {who} lacks, sorted",
         f"{variant.missing[:4]}",
     )
-    filled = [0] * len(names)
-    seen: set[tuple[int, str]] = set()
     for name, tensor in variant.tensors.items():
         _check_tensor(f"tensor {name!r} of {who}", tensor, base)
-        blob = tensor.blob
-        if blob is None:
-            continue
+    if variant.adapter is not None:
+        _check_adapter(who, variant, base)
+    filled = [0] * len(names)
+    seen: set[tuple[int, str]] = set()
+    for name, blob in variant.blobs.items():
         place = (blob.shard, blob.entry)
         _require(blob.shard < len(names), f"a shard of {who} for tensor {name!r}", f"number {blob.shard}")
         _require(place not in seen, f"each tensor of {who} in an entry of its own", f"{blob.entry!r} twice")
@@ -69,6 +71,26 @@ def _check_variant(number: int, variant: VariantRecord, base: BaseRecord, files:
         filled[blob.shard] += blob.nbytes
     for shard, amount in zip(names, filled, strict=True):
         _require(0 < amount < files[shard].size, f"{shard} to hold the {amount} bytes said to be in it", "another size")
+
+
+def _renamed(variant: VariantRecord) -> set[str]:
+    """Base tensors that the variant has under other names."""
+    whole = (tensor for tensor in variant.tensors.values() if tensor.kind in ("same", "resized"))
+    return {tensor.base_name for tensor in whole if tensor.base_name is not None}
+
+
+def _check_adapter(who: str, variant: VariantRecord, base: BaseRecord) -> None:
+    assert variant.adapter is not None
+    kept = variant.adapter.tensors
+    _require(base.source is not None, f"a base that was given below the adapter {who}", "none")
+    double = sorted(kept.keys() & variant.tensors.keys())
+    _require(not double, f"the tensors of the adapter {who} under names of their own", f"{double[:3]}")
+    for name, tensor in kept.items():
+        expected = math.prod(tensor.shape) * item_size(tensor.dtype)
+        found = tensor.blob.nbytes if tensor.blob else 0
+        _require(found == expected, f"{expected} bytes of {name!r} of the adapter {who}", str(found))
+    stored = sorted(name for name, tensor in variant.tensors.items() if tensor.blob is not None)
+    _require(not stored, f"no bytes of {who} but its adapter's", f"{stored[:3]}")
 
 
 def _check_tensor(who: str, tensor: TensorRecord, base: BaseRecord) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import threading
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +26,9 @@ from mfs_decompose.errors import ArtifactInvalid, SourceNotFound, UsageError
 if TYPE_CHECKING:
     import torch
 
+    from mfs_decompose.source.checkpoint import Checkpoint
+
+_CONFIG = "config.json"
 _AGAIN = "the artifact is damaged; get it again from where it came from"
 
 
@@ -143,6 +148,23 @@ class Family:
         start = self._shard_places(record, blob.shard)[blob.entry]
         return read_range(self.path / record.shards[blob.shard], start + offset, count)
 
+    def adapter_bytes(self, variant_id: str, name: str) -> bytes:
+        """All bytes of a tensor of a variant's adapter, held against the digest they were kept under.
+
+        Raises:
+            ArtifactInvalid: they are damaged.
+        """
+        record = self._record(variant_id)
+        assert record.adapter is not None, f"{variant_id} is no adapter"
+        tensor = record.adapter.tensors[name]
+        data = b""
+        if tensor.blob is not None:
+            start = self._shard_places(record, tensor.blob.shard)[tensor.blob.entry]
+            data = read_range(self.path / record.shards[tensor.blob.shard], start, tensor.blob.nbytes)
+        if sha256(data).hexdigest() != tensor.sha256:
+            raise ArtifactInvalid(f"tensor {name!r} of the adapter {variant_id!r} is damaged", hint=_AGAIN)
+        return data
+
     def base_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows of a base tensor in its own dtype: [stop - start, ...], 0-d for a 0-d tensor.
 
@@ -156,6 +178,14 @@ class Family:
     def base_raw(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Bytes of rows of a base tensor: uint8 [(stop - start) * bytes of a row].  Raises as `base_rows` does."""
         return self._opened_base().raw(name, start, stop)
+
+    def base_checkpoint(self) -> Checkpoint:
+        """Headers and config of a base that was given; raises as `base_rows` does."""
+        source = self.manifest.base.source
+        assert source is not None, "a mean base has no checkpoint of its own"
+        found = self._opened_base().checkpoint
+        config = json.loads(self.file_bytes(source.files[_CONFIG])) if _CONFIG in source.files else {}
+        return replace(found, config=config if isinstance(config, dict) else {})
 
     def original_ref(self, id: str) -> str | None:
         """Where the checkpoint of a variant, or `base`, was when the artifact was made; a hint, not a promise."""

@@ -10,7 +10,16 @@ import math
 from collections import Counter
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from mfs_decompose.artifact.layout import check_user_path, is_digest, is_generated_path, is_variant_id
 from mfs_decompose.errors import MfsError
@@ -232,8 +241,28 @@ class TensorRecord(Record):
         return relative_error(self.energy, self.error)
 
 
+class AdapterTensor(Record):
+    """A tensor of an adapter, kept as it was given: its bytes are entry `blob`, None where it has none."""
+
+    dtype: Dtype
+    shape: Shape
+    sha256: Digest
+    blob: Blob | None
+
+
+class AdapterRecord(Record):
+    """What makes a variant an adapter: its own tensors, and what its merge changes in the base's config.json."""
+
+    tensors: dict[TensorName, AdapterTensor]
+    config_changes: dict[str, Any]
+
+
 class VariantRecord(Record):
-    """One fine-tune. `checkpoint_bytes` are the tensor bytes of its own checkpoint, `bytes` its shard files, whole."""
+    """One fine-tune. `checkpoint_bytes` are the tensor bytes of its own checkpoint, `bytes` its shard files, whole.
+
+    Of an adapter, `source` and `adapter` describe its own folder, `tensors` the checkpoint that it makes of the base,
+    and `checkpoint_bytes` are the tensor bytes of the base.
+    """
 
     id: VariantId
     source: SourceRecord
@@ -242,6 +271,20 @@ class VariantRecord(Record):
     missing: tuple[TensorName, ...]
     checkpoint_bytes: Count
     bytes: Count
+    adapter: AdapterRecord | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = serialise(self)
+        return {key: value for key, value in document.items() if key != "adapter" or value is not None}
+
+    @property
+    def blobs(self) -> dict[str, Blob]:
+        """Every entry of its shards, by the tensor it belongs to: its own, and those of its adapter."""
+        own = {name: tensor.blob for name, tensor in self.tensors.items()}
+        kept = {name: tensor.blob for name, tensor in self.adapter.tensors.items()} if self.adapter else {}
+        assert not own.keys() & kept.keys(), "crosscheck saw to it"
+        return {name: blob for name, blob in (own | kept).items() if blob is not None}
 
     @property
     def footprint(self) -> float:
@@ -253,6 +296,13 @@ class VariantRecord(Record):
         """Over all tensors: sqrt of the summed squared errors over the summed energies."""
         energy = math.fsum(tensor.energy for tensor in self.tensors.values())
         return relative_error(energy, math.fsum(tensor.error for tensor in self.tensors.values()))
+
+
+def source_digests(variant: VariantRecord) -> dict[str, str]:
+    """sha256 of every tensor in the folder that a variant was made from: an adapter's are its own, not the merge's."""
+    if variant.adapter is not None:
+        return {name: tensor.sha256 for name, tensor in variant.adapter.tensors.items()}
+    return {name: tensor.original_sha256 for name, tensor in variant.tensors.items()}
 
 
 class CoverageRecord(Record):

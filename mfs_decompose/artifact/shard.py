@@ -18,8 +18,10 @@ from typing import Final
 from mfs_decompose.artifact.atomic import atomic_output
 from mfs_decompose.artifact.files import FileRecord
 from mfs_decompose.artifact.layout import MAX_HEADER_BYTES
+from mfs_decompose.errors import UsageError
 from mfs_decompose.events import NullSink, ProgressSink
 from mfs_decompose.source import dtypes
+from mfs_decompose.source.header import MAX_HEADER_BYTES as MAX_READ_HEADER_BYTES
 
 _ALIGNMENT: Final = 8
 # Of one entry beyond its name, dtype and shape: fixed text plus two offsets of at most 20 digits.
@@ -86,13 +88,15 @@ def library_order(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def split_into_shards(
-    entries: Sequence[Entry], shard_size: int, *, header_limit: int = MAX_HEADER_BYTES
+    entries: Sequence[Entry], shard_size: int, *, header_limit: int | None = None
 ) -> list[tuple[Entry, ...]]:
     """Cut a sequence of entries into shards, in order.
 
     A shard ends before the entry that would push its data above `shard_size` bytes or its header near `header_limit`
-    bytes; an entry larger than `shard_size` gets a shard of its own. The cut depends on the entries alone.
+    bytes (by default MAX_HEADER_BYTES); an entry larger than `shard_size` gets a shard of its own. The cut depends on
+    the entries alone.
     """
+    header_limit = MAX_HEADER_BYTES if header_limit is None else header_limit
     shards: list[tuple[Entry, ...]] = []
     current: list[Entry] = []
     data = header = 0
@@ -128,10 +132,17 @@ def write_shard(
 
     Raises:
         ResourceShortage: the disk is full; nothing is left under `path`.
+        UsageError: the file would need a header that no reader accepts; nothing is written.
     """
     sink = progress or NullSink()
     plan = ShardPlan(tuple(entries), metadata)
     header = plan.header() if header is None else header
+    if len(header) - 8 > MAX_READ_HEADER_BYTES:
+        raise UsageError(
+            f"expected a header of at most {MAX_READ_HEADER_BYTES} bytes in {path.name}, found {len(header) - 8} for "
+            f"{len(plan.entries)} tensors: a safetensors file that could be written and never read",
+            hint="Leave --layout single out: several files hold them.",
+        )
     size = len(header) + plan.data_bytes
     digest = sha256(header)
     with atomic_output(path, size) as output:

@@ -49,12 +49,12 @@ def check_variant_shard(variant: VariantRecord, index: int, header: ShardHeader)
     name = variant.shards[index]
     _check_own_header(name, header, shard_metadata(variant.id, index + 1))
     found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in header.tensors}
-    for tensor, record in variant.tensors.items():
-        if record.blob and record.blob.shard == index:
-            entry = found.pop(record.blob.entry, None)
-            if entry != ("U8", (record.blob.nbytes,)):
+    for tensor, blob in variant.blobs.items():
+        if blob.shard == index:
+            entry = found.pop(blob.entry, None)
+            if entry != ("U8", (blob.nbytes,)):
                 raise ArtifactInvalid(
-                    f"expected {record.blob.nbytes} bytes for tensor {tensor!r} in {name}, found {entry or 'none'}",
+                    f"expected {blob.nbytes} bytes for tensor {tensor!r} in {name}, found {entry or 'none'}",
                     hint=_AGAIN,
                 )
     if found:

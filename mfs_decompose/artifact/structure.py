@@ -40,7 +40,7 @@ def check_structure(folder: Path, manifest: Manifest, absent: set[str]) -> list[
         specs = {name: (tensor.dtype, tensor.shape) for name, tensor in base.tensors.items()}
         problems += _check_source(folder, "base", base.source, specs, absent)
     for variant in manifest.variants:
-        _check_variant(folder, variant, absent, problems)
+        _check_variant(folder, variant, base, absent, problems)
     return problems
 
 
@@ -58,7 +58,9 @@ def _check_base_shards(folder: Path, base: BaseRecord, absent: set[str], problem
             check_base_tensors(base, headers)
 
 
-def _check_variant(folder: Path, variant: VariantRecord, absent: set[str], problems: list[Problem]) -> None:
+def _check_variant(
+    folder: Path, variant: VariantRecord, base: BaseRecord, absent: set[str], problems: list[Problem]
+) -> None:
     for index, name in enumerate(variant.shards):
         if name not in absent:
             with _reported(problems, name):
@@ -66,9 +68,11 @@ def _check_variant(folder: Path, variant: VariantRecord, absent: set[str], probl
     for name, record in variant.tensors.items():
         with _reported(problems, MANIFEST, name):
             read_tree(variant.id, name, record)
-    specs = {name: (record.dtype, record.shape) for name, record in variant.tensors.items()}
+    own = variant.adapter.tensors if variant.adapter else variant.tensors
+    specs = {name: (record.dtype, record.shape) for name, record in own.items()}
     problems += _check_source(folder, f"variant {variant.id!r}", variant.source, specs, absent)
-    total = sum(math.prod(shape) * dtypes.item_size(dtype) for dtype, shape in specs.values())
+    counted = variant.tensors if variant.adapter is None else base.tensors
+    total = sum(math.prod(tensor.shape) * dtypes.item_size(tensor.dtype) for tensor in counted.values())
     if variant.checkpoint_bytes != total:
         what = f"variant {variant.id!r}: expected a checkpoint of {total} bytes, found {variant.checkpoint_bytes}"
         problems.append(Problem(MANIFEST, None, what))

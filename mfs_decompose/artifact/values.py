@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 from mfs_decompose.artifact.reader import Family
 from mfs_decompose.codec.base import DECODE_ELEMENTS, Rows, block_rows
+from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.events import ProgressSink
+from mfs_decompose.source.dtypes import torch_dtype
 from mfs_decompose.source.header import TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
     from mfs_decompose.codec.opened import OpenedTensor
+    from mfs_decompose.codec.opened_adapter import OpenedAdapterTensor
     from mfs_decompose.linalg.rounding import Rounding
 
 
@@ -25,7 +28,7 @@ class StoredTensor:
 
     spec: TensorSpec
     exact: bool
-    _opened: OpenedTensor
+    _opened: OpenedTensor | OpenedAdapterTensor
     _base: Rows | None
 
     def blocks(self) -> list[tuple[int, int]]:
@@ -66,8 +69,42 @@ def open_tensor(family: Family, variant_id: str, name: str) -> StoredTensor:
         assert record.base_name is not None
         return family.base_rows(record.base_name, start, stop)
 
+    base = base_rows if record.base_name is not None else None
+    if node.codec == "adapter":
+        return StoredTensor(spec, False, _open_merged(family, variant_id, node, spec, record.base_name), base)
     opened = OpenedTensor(node, fetch, spec)
-    return StoredTensor(spec, opened.exact, opened, base_rows if record.base_name is not None else None)
+    return StoredTensor(spec, opened.exact, opened, base)
+
+
+def _open_merged(
+    family: Family, variant_id: str, node: CodecNode, spec: TensorSpec, base_name: str | None
+) -> OpenedAdapterTensor:
+    from mfs_decompose.codec.opened_adapter import OpenedAdapterTensor
+
+    base = None
+    if base_name is not None:
+        found = family.manifest.base.tensors[base_name]
+        base = TensorSpec(base_name, found.dtype, found.shape)
+    return OpenedAdapterTensor(node, lambda name: read_adapter_tensor(family, variant_id, name), spec, base)
+
+
+def read_adapter_tensor(family: Family, variant_id: str, name: str) -> torch.Tensor:
+    """A tensor of a variant's adapter, as it was given.
+
+    Raises:
+        ArtifactInvalid: the variant is no adapter, or its adapter has no such tensor.
+    """
+    import torch
+
+    adapter = family.variant(variant_id).adapter
+    record = adapter.tensors.get(name) if adapter is not None else None
+    if record is None:
+        raise ArtifactInvalid(f"expected a tensor of the adapter of variant {variant_id!r}, found {name[:120]!r}")
+    data = bytearray(family.adapter_bytes(variant_id, name))
+    dtype = torch_dtype(record.dtype)
+    if not data:
+        return torch.empty(record.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(record.shape)
 
 
 def _follow(family: Family, variant_id: str, spec: TensorSpec, target: object) -> StoredTensor:

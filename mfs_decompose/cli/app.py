@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, Entry] = {
     "restore": Entry("mfs_decompose.cli.restore", "Write a variant back as a full checkpoint.", "Make"),
     "verify": Entry("mfs_decompose.cli.verify", "Check an artifact: structure, checksums, values.", "Check"),
     "inspect": Entry("mfs_decompose.cli.inspect", "Show what an artifact holds: bytes, errors, codecs.", "Check"),
+    "diff": Entry("mfs_decompose.cli.diff", "Show what differs between two models or artifacts.", "Check"),
     "eval": Entry("mfs_decompose.cli.eval", "Measure the drift of the variants on text.", "Measure"),
     "recipe": Entry("mfs_decompose.cli.recipe", "List, show, copy and check recipes.", "Help"),
     "doctor": Entry("mfs_decompose.cli.doctor", "Show versions, devices, memory, disk and known problems.", "Help"),

@@ -17,15 +17,17 @@ def command(
         int, typer.Option("--top", min=1, metavar="N", help="With --variant: this many tensors, largest first.")
     ] = 20,
 ) -> None:
-    """Show what an artifact holds: bytes, recorded errors, codecs; with --variant, tensor by tensor.
+    """Show what an artifact holds: bytes, recorded errors, codecs, configs; with --variant, tensor by tensor.
 
     Errors are those of the weights as served, measured when the artifact was written. They are no measure of
-    behaviour: `mfs eval` is.
+    behaviour: `mfs eval` is. Stop ids are all those that any file of a variant names; a warning says where the files
+    contradict each other.
 
     Examples:
       mfs inspect art
       mfs inspect art --variant math --top 50
     """
+    from mfs_decompose.cli.inspect_settings import show_settings
     from mfs_decompose.pipeline.inspect import inspect, inspect_tensors
     from mfs_decompose.units import format_bytes, format_fraction
 
@@ -52,6 +54,7 @@ def command(
         ],
         right=("footprint", "bytes", "of its checkpoint", "relative error"),
     )
+    show_settings(output, document["variants"], None if variant is None else top)
     if tensors:
         shown = sorted(tensors, key=lambda tensor: (-tensor["bytes"], tensor["tensor"]))[:top]
         output.line()

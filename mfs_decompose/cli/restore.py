@@ -32,6 +32,10 @@ def command(
         typer.Option("--layout", help="The original's files, or one model.safetensors."),
     ] = "original",
     exact: Annotated[bool, typer.Option("--exact", help="Refuse unless every tensor has the original's bits.")] = False,
+    form: Annotated[
+        Literal["checkpoint", "adapter"],
+        typer.Option("--as", help="Of an adapter: its merge with the base, or the adapter as it was given."),
+    ] = "checkpoint",
     base: BaseOption = None,
 ) -> None:
     """Write a variant back as a checkpoint that transformers loads.
@@ -42,6 +46,7 @@ def command(
     Examples:
       mfs restore art --variant math --out ./math-restored
       mfs restore art --variant all --out ./restored
+      mfs restore art --variant tuned-lora --as adapter --out ./adapter
     """
     from mfs_decompose.artifact.reader import Family
     from mfs_decompose.pipeline.restore import RestoreOptions, restore
@@ -52,7 +57,7 @@ def command(
     if variant == "all":
         with Family.open(artifact) as family:
             ids = list(family.variant_ids)
-    options = RestoreOptions(dtype=dtype, rounding=rounding, layout=layout, exact=exact)
+    options = RestoreOptions(dtype=dtype, rounding=rounding, layout=layout, exact=exact, form=form)
     done = restore(
         artifact, ids, Path(out), options, base=base,
         nested=variant == "all", progress=make_sink(output),

@@ -88,8 +88,8 @@ class ExactCodec(Protocol):
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
     """A tensor as the matrix a lossy codec sees; None where it has fewer than two dimensions or is too thin.
 
-    Three dimensions are a stack of matrices [E, O, I], seen as [E * O, I]; more are a convolution [O, I, ...], seen as
-    [O, I * ...]. Rows along the first dimension stay contiguous in either.
+    Three dimensions [E, O, I] are seen as [E * O, I], unless they are stored slice by slice (see `slice_shape`); more
+    are a convolution [O, I, ...], seen as [O, I * ...]. Rows along the first dimension stay contiguous in either.
     """
     if len(shape) < 2 or 0 in shape:
         return None
@@ -99,6 +99,16 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
         columns *= size
     rows = shape[0] * shape[1] if len(shape) == 3 else shape[0]
     return (rows, columns) if min(rows, columns) >= _THIN else None
+
+
+def slice_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """[E, O, I] as a stack of E matrices [O, I], such as the experts of a layer; None where it is none.
+
+    Slices that are too thin, such as those of a convolution [C, 1, K], are no matrices; `matrix_shape` may find one.
+    """
+    if len(shape) != 3 or shape[0] < 2 or min(shape[1:]) < _THIN:
+        return None
+    return (shape[1], shape[2])
 
 
 _THIN = 8  # below this a factorisation saves nothing over the tensor itself

@@ -13,6 +13,7 @@ import torch
 
 from mfs_decompose.codec.base import Delta, Fetch, Rows, matrix_shape
 from mfs_decompose.codec.registry import LOSSY, check_node, exact_codec, lossy_codec
+from mfs_decompose.codec.slices import open_stack
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.linalg.rounding import Rounding, round_to, rounding_key
@@ -127,11 +128,15 @@ def _open_segment(node: CodecNode, fetch: Fetch, spec: TensorSpec, start: int) -
         if node.codec in ("rows", "alias"):
             raise ArtifactInvalid(f"codec {node.codec!r} of {spec.name!r} cannot stand here")
         return _Segment(start, stop, exact_codec(node.codec).open(node, fetch, spec), None, 1)
-    shape = matrix_shape(spec.shape)
+    stacked = "slices" in node.params
+    shape = matrix_shape((1, *spec.shape[1:]) if stacked else spec.shape)
     if shape is None or not is_float(spec.dtype):
         found = f"{spec.dtype} {list(spec.shape)}"
         raise ArtifactInvalid(f"codec {node.codec!r} of {spec.name!r}: expected a matrix of floats, found {found}")
-    return _Segment(start, stop, None, lossy_codec(node.codec).open(node, fetch, shape), shape[0] // spec.rows)
+    codec = lossy_codec(node.codec)
+    if stacked:
+        return _Segment(start, stop, None, open_stack(node, fetch, codec, spec.rows, shape), shape[0])
+    return _Segment(start, stop, None, codec.open(node, fetch, shape), shape[0] // spec.rows)
 
 
 def _delta(segment: _Segment, start: int, stop: int) -> torch.Tensor:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 LOSSY = ("lowrank", "sparse")
 EXACT = ("identical", "raw", "lossless")
-COMPOSED = ("rows", "alias")
-"""`rows` joins its children along the first dimension; `alias` is another tensor of the same variant."""
+COMPOSED = ("rows", "alias", "adapter")
+"""`rows` joins its children along the first dimension; `alias` is another tensor of the same variant; `adapter` is what
+the variant's adapter makes of a tensor of the base."""
 
 _VERSIONS = dict.fromkeys((*LOSSY, *EXACT, *COMPOSED), 1)
 
@@ -56,7 +57,10 @@ def check_node(node: CodecNode) -> None:
 
 
 def is_exact(node: CodecNode) -> bool:
-    """Whether the tree gives the original's bits back; an alias is as exact as what it names, not known here."""
+    """Whether the tree gives the original's bits back; an alias is as exact as what it names, not known here.
+
+    An adapter's original is an fp32 merge, which a checkpoint in the base's dtype cannot hold.
+    """
     if node.codec == "rows":
         return all(is_exact(child) for child in node.children)
     return node.codec in EXACT

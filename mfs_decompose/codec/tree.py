@@ -46,10 +46,10 @@ class CodecNode:
         return replace(self, parts=parts, children=tuple(child.shifted(by) for child in self.children))
 
     def text(self) -> str:
-        """The composition in one word: `lowrank`, `rows(lowrank+raw)`."""
+        """The composition in one word, each kind of child once: `lowrank`, `rows(lowrank+raw)`."""
         if not self.children:
             return self.codec
-        return f"{self.codec}({'+'.join(child.text() for child in self.children)})"
+        return f"{self.codec}({'+'.join(dict.fromkeys(child.text() for child in self.children))})"
 
     def integer(self, key: str) -> int:
         """A non-negative whole-number parameter.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from mfs_decompose import __version__
 from mfs_decompose.artifact.canonical import digest_of
 from mfs_decompose.artifact.reader import Family
-from mfs_decompose.artifact.records import VariantRecord
+from mfs_decompose.artifact.records import VariantRecord, source_digests
 from mfs_decompose.errors import SourceIncompatible, SourceNotFound, UsageError
 from mfs_decompose.events import ProgressSink
 from mfs_decompose.fidelity.comparable import comparable
@@ -24,13 +25,14 @@ from mfs_decompose.fidelity.result import DriftResult
 from mfs_decompose.fidelity.result_log import ResultLog, open_result_log
 from mfs_decompose.fidelity.settings import EvalSettings
 from mfs_decompose.fidelity.text import Corpus
+from mfs_decompose.pipeline.merge_folder import write_merge
 from mfs_decompose.pipeline.restore import RestoreOptions, restore
-from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, read_sidecar
+from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, open_checkpoint, read_sidecar
 from mfs_decompose.source.resolve import open_source
 
 Through = Literal["served", "restored"]
 
-_MEANING = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_MEANING = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """Side files that change what a checkpoint computes."""
 
 SERVED = RestoreOptions(dtype="float32")
@@ -73,6 +75,7 @@ def measure_artifact(request: DriftRequest, progress: ProgressSink) -> tuple[lis
             digest, stored = family.artifact_digest, family.manifest.base
             ids = list(request.variants) if request.variants is not None else list(family.variant_ids)
             originals: dict[str, Path | StoredReference] = {}
+            adapters: dict[str, Checkpoint] = {}
             if request.reference is not None:
                 id, stand_in = open_reference(family, request)
                 ids, originals = [id], {id: stand_in}
@@ -87,7 +90,10 @@ def measure_artifact(request: DriftRequest, progress: ProgressSink) -> tuple[lis
             }
             for id, original in found.items():
                 _check_original(original, family.variant(id), progress)
-                originals[id] = original.root
+                if original.adapter is None:
+                    originals[id] = original.root
+                else:
+                    adapters[id] = original
         base: Path | None = None
         if pending:
             base = request.scratch / "base"
@@ -98,6 +104,9 @@ def measure_artifact(request: DriftRequest, progress: ProgressSink) -> tuple[lis
                 base = None
         for number, id in enumerate(pending):
             folder = request.scratch / f"variant-{number}"
+            if id in adapters:
+                originals[id] = merged = folder / "original"
+                write_merge(adapters[id], open_checkpoint(request.scratch / "base", "base"), merged, progress)
             candidates: dict[str, Path] = {kind: folder / kind for kind in request.through}
             for kind, place in candidates.items():
                 restore(request.artifact, [id], place, _OPTIONS[kind], base=request.base, progress=progress)
@@ -149,7 +158,7 @@ def save_artifact_reference(request: DriftRequest, path: Path, progress: Progres
                 f"expected one variant to save a reference of, found {', '.join(ids)}", hint=f"--variant {ids[0]}"
             )
         record = family.variant(ids[0])
-        original = find_original(family, ids[0], request.originals or {}, progress)
+        original = find_original(family, ids[0], request, progress)
     about = {
         "variant": ids[0],
         "original": _original_digest(record),
@@ -195,15 +204,20 @@ def _original_digest(record: VariantRecord) -> str:
     )
 
 
-def find_original(family: Family, id: str, given: Mapping[str, str], progress: ProgressSink) -> Path:
-    """The folder of a variant's own checkpoint, every tensor of it checked.
+def find_original(family: Family, id: str, request: DriftRequest, progress: ProgressSink) -> Path:
+    """The folder of a variant's own checkpoint, every tensor of it checked; an adapter's merge is made in scratch.
 
     Raises:
         SourceNotFound, SourceIncompatible: as `measure_artifact`.
     """
-    checkpoint = _find_original(family, id, given, progress)
+    checkpoint = _find_original(family, id, request.originals or {}, progress)
     _check_original(checkpoint, family.variant(id), progress)
-    return checkpoint.root
+    if checkpoint.adapter is None:
+        return checkpoint.root
+    folder = Path(tempfile.mkdtemp(prefix="merge-", dir=request.scratch))
+    restore(request.artifact, ["base"], folder / "base", base=request.base, progress=progress)
+    write_merge(checkpoint, open_checkpoint(folder / "base", "base"), folder / "original", progress)
+    return folder / "original"
 
 
 def _find_original(family: Family, id: str, given: Mapping[str, str], progress: ProgressSink) -> Checkpoint:
@@ -222,9 +236,9 @@ def _check_original(checkpoint: Checkpoint, record: VariantRecord, progress: Pro
     hint = f"Give the checkpoint that was decomposed: --originals {record.id}=FOLDER"
     progress.start(f"check the original of {record.id}", checkpoint.tensor_bytes)
     with TensorReader(checkpoint) as reader:
-        for name, tensor in record.tensors.items():
+        for name, expected in source_digests(record).items():
             info = checkpoint.tensors.get(name)
-            if info is None or hashlib.sha256(reader.raw(name).numpy().data).hexdigest() != tensor.original_sha256:
+            if info is None or hashlib.sha256(reader.raw(name).numpy().data).hexdigest() != expected:
                 raise SourceIncompatible(
                     f"{checkpoint.root} is not the original of variant {record.id!r}: tensor {name!r} differs",
                     hint=hint,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from mfs_decompose.errors import ArtifactInvalid, MfsError, ResourceShortage, SourceIncompatible, SourceNotFound
-from mfs_decompose.fidelity.quiet import quiet_transformers
 from mfs_decompose.fidelity.settings import EvalSettings, Padding
 from mfs_decompose.fidelity.windows import Window
+from mfs_decompose.source.architecture import language_model_class, language_model_loader, read_transformers_config
+from mfs_decompose.source.checkpoint import Checkpoint, open_checkpoint
+from mfs_decompose.source.quiet import quiet_transformers
+from mfs_decompose.source.tensor_map import load_tensor_map
 
 _NAMED = 5  # tensors named in a message; the rest are counted
 _ALIGNMENT = 64  # bytes; what torch's own CPU allocator gives
@@ -40,6 +43,8 @@ class LoadedModel:
 def load_model(folder: Path, role: str, settings: EvalSettings, device: str = "cpu") -> LoadedModel:
     """Load safetensors weights and config of `folder` in `settings.dtype`, without network and foreign code.
 
+    Which tensors the architecture would miss, leave out or drop is found out from the headers, before a weight is read.
+
     Raises:
         SourceNotFound: no such folder, or no config.json in it.
         SourceIncompatible: an original or base that transformers cannot load, or whose tensors are not exactly
@@ -48,9 +53,7 @@ def load_model(folder: Path, role: str, settings: EvalSettings, device: str = "c
         ResourceShortage: out of memory.
     """
     _check_folder(folder, role)
-    from transformers import AutoModelForCausalLM
-
-    loader: Any = AutoModelForCausalLM  # its types do not know of output_loading_info
+    loader = _check_tensors(folder, role)
     try:
         with quiet_transformers():
             network, info = loader.from_pretrained(
@@ -131,19 +134,49 @@ def _check_folder(folder: Path, role: str) -> None:
         )
 
 
+def _check_tensors(folder: Path, role: str) -> Any:
+    """The loader of transformers for this checkpoint, all of whose tensors have a place in the model it makes."""
+    try:
+        checkpoint = open_checkpoint(folder, folder.name)
+        config = read_transformers_config(checkpoint)
+        model_class = language_model_class(checkpoint, config)
+        # Quantised weights come with scales that only a loader's own quantiser knows the place of.
+        plain = getattr(config, "quantization_config", None) is None
+        complaints = _complaints(checkpoint, model_class) if plain else {}
+    except MfsError as error:
+        raise _invalid(role, f"transformers cannot load the {role} checkpoint {folder}: {error.message}") from error
+    _refuse(folder, role, complaints)
+    return language_model_loader(config)
+
+
+def _complaints(checkpoint: Checkpoint, model_class: Any) -> dict[str, list[str]]:
+    """What is wrong -> the tensors or parameters it is wrong with."""
+    found = load_tensor_map(checkpoint, model_class)
+    return {
+        "missing": list(found.unfilled),
+        "unexpected": list(found.unused),
+        "dropped for another of the same place": list(found.shadowed),
+        "of another shape": [_unlike(one.parameter, one.found, one.expected) for one in found.mismatched],
+        "not to be joined": [f"{one.parameter} ({one.reason})" for one in found.failed],
+    }
+
+
 def _refuse_wrong_tensors(folder: Path, role: str, info: dict[str, Any]) -> None:
-    mismatched = [
-        f"{name} {list(found)} instead of {list(expected)}" for name, found, expected in info["mismatched_keys"]
-    ]
-    parts = [
-        f"{what} {_name_some(sorted(names))}"
-        for what, names in (
-            ("missing", info["missing_keys"]),
-            ("unexpected", info["unexpected_keys"]),
-            ("of another shape", mismatched),
-        )
-        if names
-    ]
+    """The same, as the load itself reports it: nothing passes because the map was wrong."""
+    complaints = {
+        "missing": list(info["missing_keys"]),
+        "unexpected": list(info["unexpected_keys"]),
+        "of another shape": [_unlike(*mismatch) for mismatch in info["mismatched_keys"]],
+    }
+    _refuse(folder, role, complaints)
+
+
+def _unlike(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
+    return f"{name} {list(found)} instead of {list(expected)}"
+
+
+def _refuse(folder: Path, role: str, complaints: Mapping[str, Sequence[str]]) -> None:
+    parts = [f"{what} {_name_some(sorted(names))}" for what, names in complaints.items() if names]
     if parts:
         raise _invalid(
             role, f"expected in {folder} exactly the tensors that its config.json describes, found {'; '.join(parts)}"

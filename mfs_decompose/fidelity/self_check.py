@@ -78,7 +78,7 @@ def check_measurement(request: DriftRequest, progress: ProgressSink) -> list[Sel
             id, original = open_reference(family, request)
         else:
             id = (request.variants or family.variant_ids)[0]
-            original = find_original(family, id, request.originals or {}, progress)
+            original = find_original(family, id, request, progress)
         other = next((one for one in family.variant_ids if one != id), None)
     scratch = request.scratch / "self-check"
     served = scratch / "served"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mfs_decompose.errors import SourceIncompatible, SourceNotFound, UsageError
-from mfs_decompose.fidelity.quiet import quiet_transformers
+from mfs_decompose.source.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from mfs_decompose.artifact.reader import Family
-from mfs_decompose.artifact.records import TensorRecord, relative_error
+from mfs_decompose.artifact.records import TensorRecord, VariantRecord, relative_error
 from mfs_decompose.artifact.values import StoredTensor, open_tensor, row_bytes
 from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.events import ProgressSink
-from mfs_decompose.source.checkpoint import TensorReader
+from mfs_decompose.pipeline.merge_folder import merged_rows
+from mfs_decompose.source.adapter import resolve_adapter
+from mfs_decompose.source.checkpoint import Checkpoint, TensorReader
 from mfs_decompose.source.resolve import open_source
 
 _TOLERANCE = 1e-6
@@ -52,6 +54,8 @@ def compare_with_originals(
 def _compare(family: Family, id: str, ref: str, progress: ProgressSink) -> Compared:
     record = family.variant(id)
     checkpoint = open_source(ref, id, progress=progress)
+    if record.adapter is not None:
+        return _compare_adapter(family, record, checkpoint, ref, progress)
     progress.start(f"comparing {id}", checkpoint.tensor_bytes)
     errors: list[float] = []
     energies: list[float] = []
@@ -71,6 +75,42 @@ def _compare(family: Family, id: str, ref: str, progress: ProgressSink) -> Compa
     exact = sum(tensor.exact for tensor in record.tensors.values())
     ok = math.isclose(found, record.rel_error, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     return Compared(id, len(record.tensors), exact, found, record.rel_error, ok)
+
+
+def _compare_adapter(
+    family: Family, record: VariantRecord, adapter: Checkpoint, ref: str, progress: ProgressSink
+) -> Compared:
+    """What is served, against the merge of the adapter's own folder with the artifact's base."""
+    import torch
+
+    from mfs_decompose.linalg.sums import squared_norm
+
+    assert record.adapter is not None
+    wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in record.adapter.tensors.items()}
+    for name in sorted(wanted.keys() | adapter.tensors.keys()):
+        info = adapter.tensors.get(name)
+        if info is None or (info.dtype, info.shape) != wanted.get(name):
+            raise _stranger(record.id, ref, name)
+    merge = resolve_adapter(adapter, family.base_checkpoint())
+    progress.start(f"comparing {record.id}", record.checkpoint_bytes)
+    errors: list[float] = []
+    with TensorReader(adapter) as reader:
+        for name, kept in record.adapter.tensors.items():
+            if hashlib.sha256(row_bytes(reader.raw(name))).hexdigest() != kept.sha256:
+                raise _stranger(record.id, ref, name)
+        for name in record.tensors:
+            stored = open_tensor(family, record.id, name)
+            if name not in merge.tensors or merge.tensors[name].spec != stored.spec:
+                raise _stranger(record.id, ref, name)
+            for start, stop, rows in merged_rows(merge.tensors[name], reader, family.base_rows):
+                served = stored.served(start, stop)
+                errors.append(squared_norm(served.to(torch.float64) - rows.to(torch.float64)))
+                progress.advance((stop - start) * stored.spec.row_bytes)
+    progress.finish()
+    found = relative_error(math.fsum(tensor.energy for tensor in record.tensors.values()), math.fsum(errors))
+    ok = math.isclose(found, record.rel_error, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    count = len(record.tensors)
+    return Compared(record.id, count, count if found == 0.0 else 0, found, record.rel_error, ok)
 
 
 def _error(reader: TensorReader, record: TensorRecord, stored: StoredTensor, name: str) -> float | None:

@@ -11,6 +11,7 @@ from mfs_decompose.artifact.files import FileRecord
 from mfs_decompose.artifact.layout import variant_shard_name
 from mfs_decompose.artifact.manifest import Manifest
 from mfs_decompose.artifact.records import (
+    AdapterRecord,
     BaseRecord,
     BaseTensor,
     Blob,
@@ -31,11 +32,13 @@ from mfs_decompose.events import ProgressSink
 from mfs_decompose.pipeline.base_stage import read_pieces
 from mfs_decompose.pipeline.coverage import prove_coverage
 from mfs_decompose.pipeline.encode import Encoded
+from mfs_decompose.pipeline.keep_adapter import keep_adapter
 from mfs_decompose.pipeline.survey import Surveyed
 from mfs_decompose.pipeline.workspace import Workspace
 from mfs_decompose.plan.allocate import Key
 from mfs_decompose.plan.model import Item, Plan, VariantPlan
-from mfs_decompose.source.checkpoint import Checkpoint, read_sidecar
+from mfs_decompose.source.adapter import Merge
+from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, read_sidecar
 
 
 @dataclass(frozen=True)
@@ -54,21 +57,31 @@ def finish(
     base: Checkpoint | None,
     variants: Sequence[Checkpoint],
     base_files: Sequence[FileRecord],
+    merges: Mapping[str, tuple[Merge, TensorReader]],
     pieces: Mapping[Key, Piece],
     tool: ToolRecord,
     platform: PlatformRecord,
     progress: ProgressSink,
 ) -> Manifest:
-    """Write shards, side files, card and manifest; the workspace is an artifact afterwards."""
+    """Write shards, side files, card and manifest; the workspace is an artifact afterwards.
+
+    `merges` says of each variant that is an adapter what it makes of the base, and reads its own tensors.
+    """
     files = [*base_files]
     records: list[VariantRecord] = []
     progress.start("writing shards", sum(piece.encoded.nbytes for piece in pieces.values()))
     for number, (variant, checkpoint) in enumerate(zip(plan.variants, variants, strict=True), start=1):
         assert variant.id == checkpoint.id
         own = {key[1]: piece for key, piece in pieces.items() if key[0] == variant.id}
-        shards, places = _write_shards(workspace, plan, number, own, progress)
+        adapter, places = None, dict[str, Blob]()
+        if variant.id in merges:
+            merge, reader = merges[variant.id]
+            size = plan.recipe.output.shard_size
+            shards, adapter = keep_adapter(workspace, number, reader, merge, size, progress)
+        else:
+            shards, places = _write_shards(workspace, plan, number, own, progress)
         source = _source(workspace, checkpoint, files)
-        records.append(_variant_record(plan, variant, source, shards, places, own))
+        records.append(_variant_record(plan, variant, source, shards, places, own, adapter))
         files.extend(shards)
     progress.finish()
     base_record = _base_record(workspace, plan, base, base_files, files)
@@ -125,6 +138,7 @@ def _variant_record(
     shards: Sequence[FileRecord],
     places: Mapping[str, Blob],
     pieces: Mapping[str, Piece],
+    adapter: AdapterRecord | None,
 ) -> VariantRecord:
     return VariantRecord(
         id=variant.id,
@@ -134,6 +148,7 @@ def _variant_record(
         missing=tuple(sorted(plan.missing[variant.id])),
         checkpoint_bytes=variant.checkpoint_bytes,
         bytes=sum(shard.size for shard in shards),
+        adapter=adapter,
     )
 
 

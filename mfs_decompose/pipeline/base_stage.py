@@ -115,6 +115,11 @@ def make_mean_base(
 ) -> list[FileRecord]:
     """Average the variants, rounded to the dtype they are stored in, into the artifact's base shards."""
     readers = [variants[id] for id in sorted(variants)]
+    own_names = {
+        (item.variant, item.base.name): item.name
+        for item in plan.items()
+        if item.base is not None and item.kind in ("same", "resized")
+    }
 
     def work(unit: BaseUnit, stop: Stop) -> dict[str, str]:
         digests: dict[str, str] = {}
@@ -124,7 +129,7 @@ def make_mean_base(
                 digest = hashlib.sha256()
                 for start, end in _blocks(spec):
                     stop.check()
-                    rows = partial(_rows_of, spec.name, start, end)
+                    rows = partial(_rows_of, own_names, spec.name, start, end)
                     data = row_bytes(mean_rows(map(rows, readers), torch_dtype(spec.dtype)))
                     digest.update(data)
                     output.write(data)
@@ -175,8 +180,10 @@ def _run(
     progress.finish()
 
 
-def _rows_of(name: str, start: int, stop: int, reader: TensorReader) -> torch.Tensor:
-    return reader.rows(name, start, stop)
+def _rows_of(
+    own_names: Mapping[tuple[str, str], str], name: str, start: int, stop: int, reader: TensorReader
+) -> torch.Tensor:
+    return reader.rows(own_names[reader.checkpoint.id, name], start, stop)
 
 
 def _blocks(spec: TensorSpec) -> list[tuple[int, int]]:

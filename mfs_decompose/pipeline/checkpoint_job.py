@@ -14,6 +14,7 @@ from mfs_decompose.artifact.shard import Entry, ShardPlan, library_order
 from mfs_decompose.artifact.values import open_tensor, row_bytes
 from mfs_decompose.codec.base import DECODE_ELEMENTS, block_rows
 from mfs_decompose.errors import UsageError
+from mfs_decompose.pipeline.adapter_files import as_float32, change_config, dump_config, files_of_merge
 from mfs_decompose.source.dtypes import is_float, item_size
 from mfs_decompose.source.header import TensorSpec, parse_header
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 Dtype = Literal["original", "float32"]
 Layout = Literal["original", "single"]
+Form = Literal["checkpoint", "adapter"]
+"""Of a variant that is an adapter: the checkpoint it makes of the base, or the adapter's own folder."""
 
 BASE = "base"
 """The id under which the base is restored."""
@@ -39,6 +42,7 @@ class RestoreOptions:
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     layout: Layout = "original"
     exact: bool = False
+    form: Form = "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,17 @@ def plan_checkpoint(family: Family, id: str, options: RestoreOptions) -> Checkpo
         record = family.variant(id)
         specs = [TensorSpec(name, tensor.dtype, tensor.shape) for name, tensor in record.tensors.items()]
         digests = {name: tensor.restored_sha256 for name, tensor in record.tensors.items()}
-        source, exact = record.source, all(tensor.exact for tensor in record.tensors.values())
-        inexact = [name for name, tensor in record.tensors.items() if not tensor.exact]
+        source = record.source if record.adapter is None else base.source
+        exact = all(tensor.exact for tensor in record.tensors.values())
+        # What is served of an adapter is its original, bit for bit; a checkpoint in the base's dtype rounds it.
+        whole = record.adapter is not None and options.dtype == "float32"
+        inexact = [name for name, tensor in record.tensors.items() if not (tensor.exact or whole)]
         if options.exact and inexact:
             raise UsageError(
                 f"expected all {len(specs)} tensors of variant {id!r} to be exact, found {len(inexact)} that are not",
-                hint="Leave --exact out, or decompose with --codec lossless.",
+                hint="Leave --exact out, or decompose with --codec lossless."
+                if record.adapter is None
+                else "The original of an adapter is a merge in fp32: add --dtype float32, or --as adapter.",
             )
 
         def blocks(name: str) -> Iterator[memoryview]:
@@ -127,22 +136,40 @@ def _lay_out(
 ) -> CheckpointJob:
     """Decide which tensor goes into which file: the original's own files, or a single one."""
     target = {spec.name: _target(spec, options.dtype) for spec in specs}
-    own = [(shard.file, family.file_bytes(shard.header_sha256)) for shard in source.shards] if source else []
     shards: dict[str, ShardPlan] = {}
     headers: dict[str, bytes | None] = {}
-    if options.layout == "original" and own:
-        for (file, raw), size in zip(own, [shard.size for shard in source.shards] if source else [], strict=True):
-            metadata, tensors = parse_header(Path(file), raw, size)
-            entries = tuple(_entry(target[info.name]) for info in tensors)
-            shards[file] = ShardPlan(entries, {key: text for key, text in metadata.items() if key != "format"})
-            headers[file] = raw if options.dtype == "original" else None
+    if options.layout == "original" and source is not None:
+        left = dict(target)
+        for shard in source.shards:
+            raw = family.file_bytes(shard.header_sha256)
+            metadata, tensors = parse_header(Path(shard.file), raw, shard.size)
+            entries = [_entry(left.pop(info.name)) for info in tensors if info.name in left]
+            if shard is source.shards[-1]:  # what an adapter adds to its base has no file of its own
+                entries += library_order([_entry(spec) for spec in left.values()])
+            shards[shard.file] = ShardPlan(tuple(entries), {k: text for k, text in metadata.items() if k != "format"})
+            same = [(e.name, e.dtype, e.shape) for e in entries] == [(t.name, t.dtype, t.shape) for t in tensors]
+            headers[shard.file] = raw if same else None
     else:
-        shards[_SINGLE] = ShardPlan(tuple(library_order([_entry(spec) for spec in target.values()])), {})
+        entries = library_order([_entry(spec) for spec in target.values()])
+        shards[_SINGLE] = ShardPlan(tuple(entries), _metadata(family, source))
         headers[_SINGLE] = None
     index: tuple[str, bytes] | None = None
     if source is not None and source.index is not None and options.layout == "original":
-        index = (source.index.name, _index(family.file_bytes(source.index.sha256), shards, options.dtype))
-    return CheckpointJob(id, shards, headers, blocks, digests, index, _side_files(family, source, options.dtype), exact)
+        unchanged = all(header is not None for header in headers.values())
+        index = (source.index.name, _index(family.file_bytes(source.index.sha256), shards, unchanged))
+    return CheckpointJob(
+        id, shards, headers, blocks, digests, index, _side_files(family, id, source, options.dtype), exact
+    )
+
+
+def _metadata(family: Family, source: SourceRecord | None) -> dict[str, str]:
+    """What the headers of a source say beside their tensors, together; of two that differ, what the first says."""
+    found: dict[str, str] = {}
+    for shard in () if source is None else source.shards:
+        metadata, _ = parse_header(Path(shard.file), family.file_bytes(shard.header_sha256), shard.size)
+        found = {**metadata, **found}
+    found.pop("format", None)
+    return found
 
 
 def _target(spec: TensorSpec, dtype: Dtype) -> TensorSpec:
@@ -153,18 +180,23 @@ def _entry(spec: TensorSpec) -> Entry:
     return Entry(spec.name, spec.dtype, spec.shape, spec.numel * item_size(spec.dtype))
 
 
-def _index(original: bytes, shards: Mapping[str, ShardPlan], dtype: Dtype) -> bytes:
-    if dtype == "original":
+def _index(original: bytes, shards: Mapping[str, ShardPlan], unchanged: bool) -> bytes:
+    if unchanged:
         return original
     document = json.loads(original)
+    document["weight_map"] = {entry.name: file for file, plan in shards.items() for entry in plan.entries}
     if isinstance(document.get("metadata"), dict) and "total_size" in document["metadata"]:
         document["metadata"]["total_size"] = sum(plan.data_bytes for plan in shards.values())
     return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _side_files(family: Family, source: SourceRecord | None, dtype: Dtype) -> dict[str, Callable[[], bytes]]:
+def _side_files(family: Family, id: str, source: SourceRecord | None, dtype: Dtype) -> dict[str, Callable[[], bytes]]:
     """Config, tokenizer and the rest; for a mean base, what all variants agree on."""
-    if source is not None:
+    record = None if id == BASE else family.variant(id)
+    changes: Mapping[str, object] = {}
+    if record is not None and record.adapter is not None and source is not None:
+        names, changes = files_of_merge(source, record.source), record.adapter.config_changes
+    elif source is not None:
         names = dict(source.files)
     else:
         shared = [set(variant.source.files.items()) for variant in family.manifest.variants]
@@ -172,14 +204,9 @@ def _side_files(family: Family, source: SourceRecord | None, dtype: Dtype) -> di
 
     def read(name: str, digest: str) -> bytes:
         data = family.file_bytes(digest)
-        return _float32_config(data) if name == "config.json" and dtype == "float32" else data
+        if name != "config.json" or (dtype == "original" and not changes):
+            return data
+        document = change_config(json.loads(data), changes)
+        return dump_config(as_float32(document) if dtype == "float32" else document)
 
     return {name: (lambda n=name, d=digest: read(n, d)) for name, digest in names.items()}  # type: ignore[misc]
-
-
-def _float32_config(data: bytes) -> bytes:
-    """The config with the dtype of the weights beside it: transformers would round them to what stands there."""
-    document = json.loads(data)
-    key = "torch_dtype" if "torch_dtype" in document else "dtype"
-    document[key] = "float32"
-    return (json.dumps(document, indent=2) + "\n").encode()

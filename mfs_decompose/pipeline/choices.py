@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from mfs_decompose.codec.sizes import step_bytes
 from mfs_decompose.pipeline.encode import Choice
-from mfs_decompose.pipeline.survey import Surveyed
-from mfs_decompose.plan.allocate import Candidate, Key, allocate
+from mfs_decompose.pipeline.surveyed import Surveyed
+from mfs_decompose.plan.allocate import Candidate, Key, MatrixKey, allocate
 from mfs_decompose.plan.cap import ENTRY_BYTES, Need, check_caps, shard_overhead, smallest_cap
 from mfs_decompose.plan.model import Item, Plan, VariantPlan
 
@@ -43,22 +42,31 @@ def _share_out(
 ) -> dict[Key, Choice]:
     """Give what is left of the cap to the items that are not settled."""
     open_items = [item for item in own if item.key not in found]
-    steps: dict[Key, int] = {}
+    steps: dict[MatrixKey, int] = {}
     if variant.cap is not None:
         exact, entries = _exact(own, found, surveyed)
         left = variant.cap - exact - shard_overhead(entries, variant.cap, plan.recipe.output.shard_size)
-        steps = allocate([_candidate(item, surveyed[item.key]) for item in open_items if not item.fixed], left)
+        left -= _stack_entries(open_items, surveyed)
+        candidates = [_candidates(item, surveyed[item.key]) for item in open_items if not item.fixed]
+        steps = allocate([one for some in candidates for one in some], left)
     chosen = dict(found)
     for item in open_items:
-        fitted = len(surveyed[item.key].explained)
-        chosen[item.key] = Choice(item.codec, min(steps.get(item.key, fitted), fitted))
+        fitted = [len(curve) for curve in surveyed[item.key].curves]
+        taken = [steps.get((*item.key, at), most) for at, most in enumerate(fitted)]
+        chosen[item.key] = Choice(item.codec, sum(taken), slices=tuple(taken) if item.stacked else ())
     return chosen
+
+
+def _stack_entries(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> int:
+    """Headers that the slices of open stacks share: no slice can be asked to pay for it alone."""
+    return sum(ENTRY_BYTES for item in items if item.stacked and not item.fixed and not _beside(item, surveyed))
 
 
 def _exact(items: list[Item], found: Mapping[Key, Choice], surveyed: Mapping[Key, Surveyed]) -> tuple[int, int]:
     """Bytes of a variant that allocation cannot change, and how many entries its shards may have."""
     open_items = [item for item in items if item.key not in found]
-    nbytes = _exact_bytes(items, found, surveyed) + _tails(open_items) + _fixed_bytes(open_items, surveyed)
+    nbytes = _exact_bytes(items, found, surveyed) + _fixed_bytes(open_items, surveyed)
+    nbytes += sum(_beside(item, surveyed) + ENTRY_BYTES for item in open_items if _beside(item, surveyed))
     free = [item for item in items if item.key in found and found[item.key].costs_nothing(item)]
     return nbytes, len(items) - len(free)
 
@@ -69,6 +77,9 @@ def _settle(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> dict[Key, Ch
     first: dict[tuple[object, ...], str] = {}
     for item in items:  # sorted by name, so the first of equal tensors holds the bytes
         facts = surveyed[item.key]
+        if item.codec == "adapter":
+            found[item.key] = Choice("adapter")
+            continue
         if facts.identical and not item.tail_bytes:
             found[item.key] = Choice("identical")
             continue
@@ -98,22 +109,22 @@ def _exact_bytes(items: list[Item], found: Mapping[Key, Choice], surveyed: Mappi
     return sum(sizes.values())
 
 
-def _tails(items: list[Item]) -> int:
-    return sum(item.tail_bytes + ENTRY_BYTES for item in items if item.tail_bytes)
+def _beside(item: Item, surveyed: Mapping[Key, Surveyed]) -> int:
+    """Bytes of an open item that are stored exactly beside its fits: new rows, and slices that no fit can hold."""
+    return item.tail_bytes + (surveyed[item.key].exact_bytes or 0)
 
 
 def _fixed_bytes(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> int:
     """Bytes of tensors whose size the recipe fixes, beside a budget for the others."""
     total = 0
     for item in items:
-        if item.fixed and item.matrix is not None:
-            steps = len(surveyed[item.key].explained)
-            total += steps * step_bytes(item.codec, item.matrix, item.params) + (0 if item.tail_bytes else ENTRY_BYTES)
+        if item.fixed:
+            steps = sum(len(curve) for curve in surveyed[item.key].curves)
+            total += steps * item.step_bytes + (0 if _beside(item, surveyed) else ENTRY_BYTES)
     return total
 
 
-def _candidate(item: Item, facts: Surveyed) -> Candidate:
-    assert item.matrix is not None
-    # Rows stored raw have an entry already, so the first step costs no header.
-    entry = 0 if item.tail_bytes else ENTRY_BYTES
-    return Candidate(item.key, facts.explained, step_bytes(item.codec, item.matrix, item.params), entry)
+def _candidates(item: Item, facts: Surveyed) -> list[Candidate]:
+    # What is stored exactly beside it has an entry already, so the first step costs no header; nor in a stack.
+    entry = 0 if item.tail_bytes or item.stacked else ENTRY_BYTES
+    return [Candidate((*item.key, at), curve, item.step_bytes, entry) for at, curve in enumerate(facts.curves)]

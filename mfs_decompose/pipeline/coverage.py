@@ -29,14 +29,16 @@ def prove_coverage(
     tensors = 0
     for checkpoint in checkpoints:
         record = by_id[checkpoint.id]
-        _equal(f"variant {checkpoint.id!r}", set(checkpoint.tensors), set(record.tensors))
+        kept = record.tensors if record.adapter is None else record.adapter.tensors
+        _equal(f"variant {checkpoint.id!r}", set(checkpoint.tensors), set(kept))
         for name, info in checkpoint.tensors.items():
-            stored = record.tensors[name]
+            stored = kept[name]
             if (stored.dtype, stored.shape) != (info.dtype, info.shape):
                 raise CoverageError(f"{name} of {checkpoint.id}: {info.dtype} {info.shape} became {stored}")
-        absent = {name for name in base_names if name not in checkpoint.tensors}
+        renamed = {tensor.base_name for tensor in record.tensors.values() if tensor.kind in ("same", "resized")}
+        absent = {name for name in base_names if name not in record.tensors and name not in renamed}
         _equal(f"what variant {checkpoint.id!r} lacks", absent, set(record.missing))
-        tensors += len(checkpoint.tensors)
+        tensors += len(record.tensors)
     expected = set(base.tensors) if base is not None else set(plan.base_tensors)
     _equal("the base", expected, base_names)
     return CoverageRecord(tensors=tensors + (len(base.tensors) if base is not None else 0), groups=plan.groups)

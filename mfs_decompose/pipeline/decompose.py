@@ -36,6 +36,7 @@ from mfs_decompose.pipeline.base_stage import (
 from mfs_decompose.pipeline.choices import choose_all
 from mfs_decompose.pipeline.device import choose_device, platform_facts
 from mfs_decompose.pipeline.finished import matches_finished
+from mfs_decompose.pipeline.keep_adapter import require_finite
 from mfs_decompose.pipeline.passes import Job, encode_all, survey_all
 from mfs_decompose.pipeline.prepare import check_disk, memory_limit, prepare, thread_count
 from mfs_decompose.pipeline.reading import Sources
@@ -64,7 +65,7 @@ def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -
     if request.out.name in ("", ".."):  # `.` has no name that could be given to what is finished
         request = replace(request, out=request.out.resolve())
     prepared = prepare(request, sink)
-    for note in prepared.alignment.notes:
+    for note in prepared.notes:
         sink.note(note, "warning")
     publish_finished(request.out, request.overwrite)
     device = choose_device(request.device)
@@ -87,7 +88,10 @@ def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -
         workspace = stack.enter_context(open_workspace(request.out, facts, request.resume))
         resumed = workspace.done.units
         if workspace.done.nothing:  # else an earlier run has checked these very sources
-            check_lineage(base, [readers[id] for id in sorted(readers)], prepared.alignment)
+            for id in prepared.merges:
+                require_finite(readers[id])
+            whole = [readers[id] for id in sorted(readers.keys() - prepared.merges.keys())]
+            check_lineage(base, whole, prepared.alignment)
         check_disk(request, prepared.estimate, _folder_bytes(workspace.root))
         with clock.stage("base"):
             base_files, sources = _store_base(workspace, prepared.plan, base, readers, threads, memory, sink)
@@ -106,6 +110,7 @@ def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -
                 prepared.base,
                 prepared.variants,
                 base_files,
+                {id: (merge, readers[id]) for id, merge in prepared.merges.items()},
                 pieces,
                 ToolRecord(**tool),
                 PlatformRecord(**platform),  # type: ignore[arg-type]  # pydantic checks the device

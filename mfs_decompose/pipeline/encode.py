@@ -16,20 +16,26 @@ from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.codec.truncate import truncate
 from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.linalg.sums import squared_norm
-from mfs_decompose.pipeline.exact import encode_exact, join_rows
+from mfs_decompose.pipeline.encode_stack import copy_ranges, encode_stack
+from mfs_decompose.pipeline.exact import encode_exact, join_rows, splits_of
+from mfs_decompose.pipeline.merge_items import merge_node, restored_digest
 from mfs_decompose.pipeline.reading import Advance, Sources, row_blocks
 from mfs_decompose.pipeline.scheduler import Stop
-from mfs_decompose.pipeline.survey import Surveyed
+from mfs_decompose.pipeline.surveyed import Surveyed
 from mfs_decompose.plan.model import Item
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What allocation decided for one item: `codec` is identical, alias (of the tensor `of`), lossy or exact."""
+    """What allocation decided for one item: `codec` is identical, alias (of the tensor `of`), lossy or exact.
+
+    Of a stack with fits, `slices` are the steps of each matrix, and `steps` is their sum.
+    """
 
     codec: str
     steps: int = 0
     of: str | None = None
+    slices: tuple[int, ...] = ()
 
     def costs_nothing(self, item: Item) -> bool:
         """Whether the item needs no bytes, and need not be read again."""
@@ -74,16 +80,20 @@ class Encoder:
             params: dict[str, Any] = {} if choice.of is None else {"of": choice.of}
             return Encoded(CodecNode(choice.codec, params=params).to_json(), output.tell(), 0, 0.0, surveyed.sha256)
         offset = output.tell()
+        if choice.codec == "adapter":
+            restored = restored_digest(item, self.sources, self.advance, stop)
+            return Encoded(merge_node(item).to_json(), offset, 0, 0.0, restored)
         if choice.codec in ("lossless", "raw"):
             node = encode_exact(item, choice.codec, self.sources, output)
         elif choice.codec == "identical":
             node = join_rows(CodecNode("identical"), item, self.sources.own(item), output)
         else:
             assert fits is not None and surveyed.fit is not None
-            node, ranges = truncate(CodecNode.from_json(surveyed.fit), choice.steps)
-            for start, count in ranges:
-                fits.seek(surveyed.offset + start)
-                output.write(fits.read(count))
+            if surveyed.slices:
+                node = encode_stack(item, surveyed, choice.slices, self.sources, fits, output)
+            else:
+                node, ranges = truncate(CodecNode.from_json(surveyed.fit), choice.steps)
+                copy_ranges(fits, surveyed.offset, ranges, output)
             node = join_rows(node, item, self.sources.own(item), output)
         nbytes = output.tell() - offset
         assert nbytes == node.nbytes, f"{item.key}: wrote {nbytes} bytes, the tree says {node.nbytes}"
@@ -104,7 +114,7 @@ class Encoder:
         own_rows, base_rows = self.sources.own(item), self.sources.of_base(item)
         original, restored = hashlib.sha256(), hashlib.sha256()
         errors: list[float] = []
-        for start, end in row_blocks(item, DECODE_ELEMENTS):
+        for start, end in row_blocks(item, DECODE_ELEMENTS, splits_of(node)):
             stop.check()
             own = own_rows(start, end)
             original.update(tensor_bytes(own))

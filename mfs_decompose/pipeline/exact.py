@@ -55,6 +55,22 @@ def encode_exact(item: Item, codec: str, sources: Sources, sink: BinaryIO | Coun
     return exact_codec("raw").encode(sources.own(item), None, item.spec, lambda data: _emit(sink, data))
 
 
+def encode_rows(item: Item, start: int, stop: int, sources: Sources, sink: BinaryIO | CountingSink) -> CodecNode:
+    """Write all bits of some of the common rows to `sink`, alone, and say how; the arrays begin at offset 0."""
+    rows, base = sources.own(item), sources.of_base(item)
+    spec = TensorSpec(item.name, item.spec.dtype, (stop - start, *item.spec.shape[1:]))
+    partner = None
+    if base is not None and item.base is not None and item.base.dtype == item.spec.dtype:
+        partner = _from(base, start)
+    begin = sink.tell()
+    node = exact_codec("lossless").encode(_from(rows, start), partner, spec, lambda data: _emit(sink, data))
+    if sink.tell() - begin < spec.nbytes:
+        return node
+    sink.seek(begin)
+    sink.truncate(begin)
+    return exact_codec("raw").encode(_from(rows, start), None, spec, lambda data: _emit(sink, data))
+
+
 def _lossless(item: Item, sources: Sources, sink: BinaryIO | CountingSink) -> CodecNode:
     codec, own = exact_codec("lossless"), sources.own(item)
     base = sources.of_base(item) if item.base is not None and item.base.dtype == item.spec.dtype else None
@@ -65,16 +81,26 @@ def _lossless(item: Item, sources: Sources, sink: BinaryIO | CountingSink) -> Co
 
 
 def join_rows(head: CodecNode, item: Item, own: Rows, sink: BinaryIO | CountingSink) -> CodecNode:
-    """`head` for the common rows and, where the variant has more, the others raw behind it."""
+    """`head` for the common rows, from offset 0 on, and, where the variant has more, the others raw behind it."""
     common, rows = item.common_rows, item.spec.rows
     if common == rows:
         return head
     tail = TensorSpec(item.name, item.spec.dtype, (rows - common, *item.spec.shape[1:]))
-    node = exact_codec("raw").encode(
-        lambda start, stop: own(start + common, stop + common), None, tail, lambda data: _emit(sink, data)
-    )
-    children = (head, node.shifted(head.nbytes))
-    return CodecNode("rows", params={"splits": [0, common, rows]}, children=children)
+    node = exact_codec("raw").encode(_from(own, common), None, tail, lambda data: _emit(sink, data))
+    splits, nodes = ([0, common], (head,)) if head.codec != "rows" else (splits_of(head), head.children)
+    return CodecNode("rows", params={"splits": [*splits, rows]}, children=(*nodes, node.shifted(head.nbytes)))
+
+
+def splits_of(node: CodecNode) -> list[int]:
+    """Where the nodes below a `rows` that was made here begin and end; nothing for any other codec."""
+    splits = node.params.get("splits", []) if node.codec == "rows" else []
+    assert isinstance(splits, list)
+    return [edge for edge in splits if isinstance(edge, int)]
+
+
+def _from(rows: Rows, first: int) -> Rows:
+    """The rows from `first` on, counted from there."""
+    return lambda start, stop: rows(start + first, stop + first)
 
 
 def _emit(sink: BinaryIO | CountingSink, data: bytes) -> None:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from mfs_decompose.artifact.reader import Family, read_run_record
-from mfs_decompose.artifact.records import SourceRecord
+from mfs_decompose.artifact.records import SourceRecord, source_digests
 from mfs_decompose.events import ProgressSink
 from mfs_decompose.pipeline.prepare import Prepared
 from mfs_decompose.pipeline.request import DecomposeRequest
@@ -39,7 +39,7 @@ def matches_finished(
     if not same:
         return False
     pairs: list[tuple[Checkpoint, SourceRecord, dict[str, str]]] = [
-        (checkpoint, record.source, {name: tensor.original_sha256 for name, tensor in record.tensors.items()})
+        (checkpoint, record.source, source_digests(record))
         for checkpoint, record in zip(prepared.variants, manifest.variants, strict=True)
     ]
     if prepared.base is not None and manifest.base.source is not None:

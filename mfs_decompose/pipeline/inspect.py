@@ -1,4 +1,4 @@
-"""What an artifact holds, from its manifest and headers alone."""
+"""What an artifact holds, from its manifest and side files: no weight is read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mfs_decompose.artifact.manifest import Manifest
 from mfs_decompose.artifact.reader import Family
 from mfs_decompose.artifact.records import VariantRecord
 from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.pipeline.inspect_settings import read_settings
 
 
 def inspect(artifact: Path) -> dict[str, Any]:
@@ -18,11 +19,12 @@ def inspect(artifact: Path) -> dict[str, Any]:
     with Family.open(artifact) as family:
         manifest, digest = family.manifest, family.artifact_digest
         manifest_bytes = (family.path / "manifest.json").stat().st_size
+        settings = read_settings(family)
     return {
         "schema": "mfs.inspect/1",
         "artifact_digest": digest,
         "base": {"mode": manifest.base.mode, "store": manifest.base.store, "bytes": manifest.base.bytes},
-        "variants": [_variant(manifest, variant) for variant in manifest.variants],
+        "variants": [_variant(manifest, variant) | settings[variant.id] for variant in manifest.variants],
         "total_bytes": manifest.total_bytes,
         "files_bytes": manifest_bytes + _side_bytes(manifest),
         "coverage": _coverage(manifest),
@@ -60,7 +62,7 @@ def inspect_tensors(artifact: Path, variant_id: str) -> list[dict[str, Any]]:
 def _described(node: CodecNode) -> str:
     """The tree with the size of what it stores: `lowrank[84 int4]`."""
     if node.children:
-        return f"{node.codec}({'+'.join(_described(child) for child in node.children)})"
+        return f"{node.codec}({'+'.join(dict.fromkeys(_described(child) for child in node.children))})"
     options = [str(node.params[key]) for key in ("steps", "factors", "values", "of") if key in node.params]
     return f"{node.codec}[{' '.join(options)}]" if options else node.codec
 

@@ -13,7 +13,8 @@ from mfs_decompose.pipeline.assemble import Piece
 from mfs_decompose.pipeline.encode import Choice, Encoded, Encoder
 from mfs_decompose.pipeline.reading import Sources
 from mfs_decompose.pipeline.scheduler import Stop, run_units
-from mfs_decompose.pipeline.survey import Surveyed, Surveyor
+from mfs_decompose.pipeline.survey import Surveyor
+from mfs_decompose.pipeline.surveyed import Surveyed
 from mfs_decompose.pipeline.workspace import Workspace
 from mfs_decompose.plan.allocate import Key
 from mfs_decompose.plan.model import Plan, Unit
@@ -34,7 +35,14 @@ class Job:
     def surveyor(self) -> Surveyor:
         """What surveys a unit, in pass 1 and again in pass 2 where scratch has lost its fits."""
         recipe = self.plan.recipe
-        return Surveyor(self.sources, recipe.seed, self.device, recipe.objective.budget is not None, self.sink.advance)
+        return Surveyor(
+            self.sources,
+            recipe.seed,
+            self.device,
+            recipe.objective.budget is not None,
+            self.sink.advance,
+            self.workspace.done.base_digests,
+        )
 
 
 def survey_all(job: Job) -> dict[Key, Surveyed]:
@@ -103,7 +111,7 @@ def _fits(job: Job, unit: Unit, surveyed: Mapping[Key, Surveyed], stop: Stop) ->
 def _write_fits(surveyor: Surveyor, unit: Unit, path: Path, stop: Stop) -> list[Surveyed]:
     with shortage_named(path, sum(item.spec.nbytes for item in unit.items)), open(path, "wb") as scratch:
         found = surveyor.survey(unit, scratch, stop)
-        empty = scratch.tell() == 0
+        empty = all(facts.fit is None for facts in found)  # a fit may have no bytes: that of a delta of zero
     if empty:
         path.unlink()
     return found

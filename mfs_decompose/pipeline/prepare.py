@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -10,6 +11,7 @@ from mfs_decompose.artifact.atomic import require_writable
 from mfs_decompose.artifact.layout import MANIFEST, RESERVED_IDS, is_variant_id
 from mfs_decompose.errors import OutputBusy, ResourceShortage, UsageError
 from mfs_decompose.events import ProgressSink
+from mfs_decompose.pipeline.merged import merged_variants, require_no_adapter, resolve_adapters, say_kept
 from mfs_decompose.pipeline.planned import PlannedRequest
 from mfs_decompose.pipeline.request import DecomposeRequest
 from mfs_decompose.plan.build import build_plan
@@ -19,8 +21,11 @@ from mfs_decompose.plan.saved import check_outcome, check_sources
 from mfs_decompose.plan.summary import summarise
 from mfs_decompose.provenance import available_memory, free_disk, processors
 from mfs_decompose.recipe.schema import Recipe
-from mfs_decompose.source.align import Alignment, align, mean_base_tensors
+from mfs_decompose.source.adapter import Merge
+from mfs_decompose.source.align import Alignment, align, align_mean
 from mfs_decompose.source.checkpoint import Checkpoint
+from mfs_decompose.source.quantised import describe_quantised
+from mfs_decompose.source.rename_weights import open_heads
 from mfs_decompose.source.resolve import open_source
 from mfs_decompose.units import format_bytes
 
@@ -37,6 +42,14 @@ class Prepared:
     alignment: Alignment
     plan: Plan
     estimate: Estimate
+    merges: Mapping[str, Merge]
+    """Of each variant that is an adapter, what it makes of the base."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What deserves to be said aloud."""
+        of_adapters = (f"{id}: {note}" for id, merge in self.merges.items() for note in merge.notes)
+        return (*self.alignment.notes, *of_adapters, *say_kept(self.plan))
 
 
 def prepare(request: DecomposeRequest, progress: ProgressSink | None = None, *, headers_only: bool = False) -> Prepared:
@@ -57,18 +70,22 @@ def prepare(request: DecomposeRequest, progress: ProgressSink | None = None, *, 
         check_sources(saved, base, variants)
     check_output(request, [*variants, *([base] if base is not None else [])])
     mode, store = _base_choice(request.recipe, base) if saved is None else (saved.base_mode, saved.base_store)
+    quantised = tuple(describe_quantised(base if mode == "known" else None, variants))
     if base is not None and mode == "known":
+        merges = resolve_adapters(variants, base)
         tensors = {name: info.spec for name, info in base.tensors.items()}
-        alignment = align(tensors, variants, base.config)
+        merged = merged_variants(variants, merges)
+        alignment = align(tensors, merged, base.config, heads=open_heads(base, merged))
     else:
-        base = None
-        tensors = mean_base_tensors(variants)
-        alignment = align(tensors, variants, {})
-    plan = build_plan(request.recipe, alignment, variants, tensors, mode, store)
+        require_no_adapter(variants)
+        base, merges = None, {}
+        tensors, alignment = align_mean(variants, heads=open_heads(None, variants))
+    alignment = replace(alignment, notes=(*alignment.notes, *quantised))
+    plan = build_plan(request.recipe, alignment, variants, tensors, mode, store, merges)
     estimated = estimate(plan, base, variants, thread_count(request))
     if saved is not None:
         check_outcome(saved, summarise(plan, estimated, base, variants, request.out))
-    return Prepared(base, variants, alignment, plan, estimated)
+    return Prepared(base, variants, alignment, plan, estimated, merges)
 
 
 def check_ids(request: DecomposeRequest) -> None:

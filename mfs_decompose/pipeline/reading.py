@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,10 +53,10 @@ class Sources:
             advance((stop - start) * (item.spec.row_bytes + _row_bytes(item)))
 
 
-def row_blocks(item: Item, elements: int) -> list[tuple[int, int]]:
-    """Row ranges of a tensor of about `elements`, none across the end of the common rows."""
+def row_blocks(item: Item, elements: int, splits: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """Row ranges of a tensor of about `elements`, none across the end of the common rows or one of `splits`."""
     step = block_rows(item.spec, elements)
-    edges = [0, item.common_rows, item.spec.rows]
+    edges = sorted({0, item.common_rows, item.spec.rows, *splits})
     return [(start, min(start + step, high)) for low, high in pairwise(edges) for start in range(low, high, step)]
 
 

@@ -21,6 +21,7 @@ from mfs_decompose.artifact.reader import Family
 from mfs_decompose.artifact.shard import write_shard
 from mfs_decompose.errors import ArtifactInvalid, OutputBusy, ResourceShortage
 from mfs_decompose.events import NullSink, ProgressSink
+from mfs_decompose.pipeline.adapter_job import plan_adapter
 from mfs_decompose.pipeline.checkpoint_job import BASE, CheckpointJob, RestoreOptions, plan_checkpoint
 from mfs_decompose.pipeline.scheduler import one_torch_thread
 from mfs_decompose.provenance import free_disk
@@ -66,11 +67,12 @@ def restore(
         out = out.resolve()
     wanted = list(dict.fromkeys(ids))
     with Family.open(artifact, base=base) as family, one_torch_thread():
-        jobs = [plan_checkpoint(family, id, options) for id in wanted]
+        plan = plan_adapter if options.form == "adapter" else plan_checkpoint
+        jobs = [plan(family, id, options) for id in wanted]
         folders = {job.id: out if len(wanted) == 1 and not nested else out / job.id for job in jobs}
         for folder in folders.values():
             _check_free(folder, artifact)
-        _check_disk(out, sum(job.nbytes + _side_bytes(family, job.id) for job in jobs))
+        _check_disk(out, sum(job.nbytes + _side_bytes(family, job) for job in jobs))
         _check_shards(family, [job.id for job in jobs if not job.digests], sink)
         sink.start("restoring", sum(job.data_bytes for job in jobs))
         done = tuple(_write(family, job, folders[job.id], sink) for job in jobs)
@@ -148,10 +150,11 @@ def _check_free(folder: Path, artifact: Path) -> None:
     require_writable(folder.parent)
 
 
-def _side_bytes(family: Family, id: str) -> int:
-    """Bytes of config, tokenizer and the other files beside the weights."""
-    source = family.manifest.base.source if id == BASE else family.variant(id).source
-    digests = source.files.values() if source is not None else ()
+def _side_bytes(family: Family, job: CheckpointJob) -> int:
+    """Bytes of config, tokenizer and the other files beside the weights, of the base and the variant together."""
+    base = family.manifest.base.source
+    sources = ([base] if base is not None else []) + ([family.variant(job.id).source] if job.id != BASE else [])
+    digests = {digest for source in sources for digest in source.files.values()}
     return sum(family.manifest.files[content_name(digest)].size for digest in digests)
 
 

@@ -9,69 +9,51 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from dataclasses import dataclass, replace
+from typing import BinaryIO
 
 import torch
 
 from mfs_decompose.base_extraction import delta_rows
-from mfs_decompose.codec.arrays import head_parts, tensor_bytes
+from mfs_decompose.codec.arrays import tensor_bytes
 from mfs_decompose.codec.base import DECODE_ELEMENTS, Fit
 from mfs_decompose.codec.registry import lossy_codec
-from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.linalg.seeds import stream_key
-from mfs_decompose.linalg.shapes import GROUP
-from mfs_decompose.linalg.sums import squared_norm
-from mfs_decompose.pipeline.exact import CountingSink, encode_exact
+from mfs_decompose.pipeline.deltas import count_nonfinite, delta_energy, same_bits
+from mfs_decompose.pipeline.exact import CountingSink, encode_exact, encode_rows
+from mfs_decompose.pipeline.merge_items import survey_merged
 from mfs_decompose.pipeline.reading import Advance, Sources, row_blocks
 from mfs_decompose.pipeline.scheduler import Stop
+from mfs_decompose.pipeline.stack import StackSurveyor
+from mfs_decompose.pipeline.surveyed import Surveyed, fit_bytes, slice_runs
 from mfs_decompose.plan.model import Item, Unit
 from mfs_decompose.plan.units import BLOCK_ELEMENTS
 from mfs_decompose.source.dtypes import is_float, torch_dtype
 
-
-@dataclass(frozen=True, slots=True)
-class Surveyed:
-    """What pass 1 found out about one item.
-
-    `identical` says that the rows which have a counterpart in the base have its bits. `energy` is ||delta||^2 over
-    those rows, `explained[i]` the part of it that step i explains. `exact_bytes` are those of the lossless codec, where
-    allocation must know them: it was chosen beside a budget, or no lossy codec could be used. `fit` and `offset` say
-    what lies in the unit's scratch file, and where.
-    """
-
-    sha256: str
-    identical: bool
-    nonfinite: int
-    energy: float
-    explained: tuple[float, ...] = ()
-    exact_bytes: int | None = None
-    fit: dict[str, Any] | None = None
-    offset: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON; not `asdict`, which would copy every step of every tensor twice."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"explained": list(self.explained)}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Surveyed:
-        return cls(**{**document, "explained": tuple(document["explained"])})
+__all__ = ["Surveyed", "Surveyor"]
 
 
 @dataclass(frozen=True)
 class Surveyor:
-    """Surveys units, on a device, under a seed, beside a budget or not; thread-safe."""
+    """Surveys units, on a device, under a seed, beside a budget or not; thread-safe.
+
+    `base_digests` are those of the base's tensors, which an adapter that leaves them alone has as well.
+    """
 
     sources: Sources
     seed: int
     device: str
     capped: bool
     advance: Advance
+    base_digests: Mapping[str, str]
 
     def survey(self, unit: Unit, scratch: BinaryIO, stop: Stop) -> list[Surveyed]:
         """Survey the items of one unit in order, and write their fits to `scratch`."""
         if unit.kind == "batch":
             return self._batch(unit.items, scratch, stop)
+        if unit.kind == "stack":
+            stacks = StackSurveyor(self.sources, self.seed, self.device, self.advance)
+            return [self._force(item, stacks.survey(item, scratch, stop)) for item in unit.items]
         return [self._single(item, scratch, stop) for item in unit.items]
 
     def _batch(self, items: Sequence[Item], scratch: BinaryIO, stop: Stop) -> list[Surveyed]:
@@ -108,6 +90,12 @@ class Surveyor:
         return [self._force(item, surveyed) for item, surveyed in zip(items, found, strict=True)]
 
     def _single(self, item: Item, scratch: BinaryIO, stop: Stop) -> Surveyed:
+        if item.codec == "identical":
+            assert item.base is not None
+            return Surveyed(self.base_digests[item.base.name], True, 0, 0.0)
+        if item.codec == "adapter":
+            sha256, energy, overflows = survey_merged(item, self.sources, self.advance, stop)
+            return Surveyed(sha256, False, overflows, energy)
         surveyed, fits = self._scan(item, stop)
         if item.lossy and fits:
             assert item.matrix is not None
@@ -134,29 +122,25 @@ class Surveyor:
             digest.update(tensor_bytes(own))
             self.advance((end - start) * item.spec.row_bytes)
             if base_rows is None or item.base is None or start >= item.common_rows:
-                nonfinite += _count_nonfinite(own)
+                nonfinite += count_nonfinite(own)
                 continue
             base = base_rows(start, end)
             self.advance((end - start) * item.base.row_bytes)
-            identical = identical and torch.equal(_bits(own), _bits(base))
+            identical = identical and same_bits(own, base)
             if is_float(item.spec.dtype) and is_float(item.base.dtype):
-                energy, whole = _energy(delta_rows(own, base))
-                nonfinite += 0 if whole else _count_nonfinite(own)
+                energy, whole = delta_energy(delta_rows(own, base))
+                nonfinite += 0 if whole else count_nonfinite(own)
                 finite = finite and whole
                 norms.append(energy)
             else:
-                nonfinite += _count_nonfinite(own)
+                nonfinite += count_nonfinite(own)
         total = 0.0 if identical else math.fsum(norms)
         return Surveyed(digest.hexdigest(), identical, nonfinite, total), finite and not identical
 
     def _keep(self, item: Item, surveyed: Surveyed, fit: Fit | None, scratch: BinaryIO) -> Surveyed:
         if fit is None:
             return surveyed
-        codec = lossy_codec(item.codec)
-        parts, blob = head_parts(fit.arrays, codec.array_names(item.params), fit.steps)
-        params: dict[str, Any] = {"steps": fit.steps, **item.params}
-        if item.codec == "lowrank":
-            params["group"] = GROUP
+        node, blob = fit_bytes(item, fit)
         offset = scratch.tell()
         scratch.write(blob)
         return Surveyed(
@@ -165,45 +149,31 @@ class Surveyor:
             nonfinite=surveyed.nonfinite,
             energy=surveyed.energy,
             explained=tuple(fit.energy.tolist()),
-            fit=CodecNode(item.codec, params=params, parts=parts).to_json(),
+            fit=node.to_json(),
             offset=offset,
         )
 
     def _force(self, item: Item, surveyed: Surveyed) -> Surveyed:
         """Find out what the lossless codec costs where allocation must know, see `Surveyed`."""
-        wanted = surveyed.fit is None if item.lossy else self.capped and item.codec == "lossless"
+        runs = [run for run in slice_runs(surveyed.slices) if run[0] == "exact"]
+        wanted = runs or (surveyed.fit is None if item.lossy else self.capped and item.codec == "lossless")
         if surveyed.identical or not wanted:
             return surveyed
         sink = CountingSink()
-        encode_exact(item, "lossless", self.sources, sink)
-        return Surveyed(surveyed.sha256, False, surveyed.nonfinite, surveyed.energy, exact_bytes=sink.tell())
+        for _, start, end in runs:
+            encode_rows(item, start, end, self.sources, sink)
+        if not runs:
+            encode_exact(item, "lossless", self.sources, sink)
+        return replace(surveyed, exact_bytes=sink.tell())
 
 
 def _describe(
     item: Item, sha256: str, identical: bool, own: torch.Tensor, delta: torch.Tensor
 ) -> tuple[Surveyed, bool]:
-    energy, finite = _energy(delta)
+    energy, finite = delta_energy(delta)
     # Where the delta is finite the common rows are, and only new rows are left to be looked at.
-    nonfinite = _count_nonfinite(own[item.common_rows :] if finite else own)
+    nonfinite = count_nonfinite(own[item.common_rows :] if finite else own)
     return Surveyed(sha256, identical, nonfinite, energy), finite and not identical
-
-
-def _energy(delta: torch.Tensor) -> tuple[float, bool]:
-    """||delta||^2 over its finite elements, and whether all are: squares of fp32 cannot overflow in fp64."""
-    energy = squared_norm(delta)
-    if math.isfinite(energy):
-        return energy, True
-    return squared_norm(torch.nan_to_num(delta, 0.0, 0.0, 0.0)), False
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1).view(torch.uint8)
-
-
-def _count_nonfinite(values: torch.Tensor) -> int:
-    if not values.is_floating_point() or values.element_size() == 1:
-        return 0
-    return int(values.numel() - torch.isfinite(values).sum())
 
 
 def _key(seed: int, item: Item) -> int:

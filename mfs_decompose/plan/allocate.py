@@ -12,19 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Key = tuple[str, str]
+"""(variant, tensor)"""
+
+MatrixKey = tuple[str | int, ...]
+"""What names a candidate: the key of its item, and where that is a stack, which matrix of it."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A lossy tensor: what each step explains of ||delta||^2, and what it costs."""
+    """A matrix of a lossy tensor: what each step explains of ||delta||^2, and what it costs."""
 
-    key: Key
+    key: MatrixKey
     energy: Sequence[float]
     step_bytes: int
     entry_bytes: int
 
 
-def allocate(candidates: Sequence[Candidate], budget: int) -> dict[Key, int]:
+def allocate(candidates: Sequence[Candidate], budget: int) -> dict[MatrixKey, int]:
     """Steps for every candidate so that their bytes, headers included, stay within `budget`.
 
     Ties go to the name that sorts first, so the answer does not depend on the order of `candidates`.
@@ -32,7 +36,7 @@ def allocate(candidates: Sequence[Candidate], budget: int) -> dict[Key, int]:
     steps = {candidate.key: 0 for candidate in candidates}
     segments = [segment for candidate in candidates for segment in _hull(candidate)]
     segments.sort(key=lambda segment: (-segment.slope, segment.key, segment.first))
-    closed: set[Key] = set()
+    closed: set[MatrixKey] = set()
     left = budget
     for segment in segments:
         if segment.key in closed:
@@ -54,7 +58,7 @@ def allocate(candidates: Sequence[Candidate], budget: int) -> dict[Key, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    key: Key
+    key: MatrixKey
     first: int
     count: int
     nbytes: int

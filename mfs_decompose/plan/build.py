@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
-from mfs_decompose.codec.base import matrix_shape
-from mfs_decompose.codec.sizes import max_steps, step_bytes
+from mfs_decompose.codec.base import matrix_shape, slice_shape
+from mfs_decompose.codec.sizes import max_steps
 from mfs_decompose.errors import UsageError
 from mfs_decompose.plan.cap import ENTRY_BYTES, SHARD_BYTES, Need, check_caps, smallest_cap
 from mfs_decompose.plan.model import Item, Plan, VariantPlan
 from mfs_decompose.plan.units import cut_units
 from mfs_decompose.recipe.choose import choose, unmatched_rules
 from mfs_decompose.recipe.schema import DeltaRule, Recipe
+from mfs_decompose.source.adapter import Merge, MergedTensor
 from mfs_decompose.source.align import Alignment, Member, TensorGroup
 from mfs_decompose.source.checkpoint import Checkpoint
 from mfs_decompose.source.dtypes import is_float
@@ -28,8 +30,11 @@ def build_plan(
     base_tensors: Mapping[str, TensorSpec],
     base_mode: Literal["known", "mean"],
     base_store: Literal["copy", "reference", "hardlink"],
+    merges: Mapping[str, Merge] | None = None,
 ) -> Plan:
     """Decide for every tensor of every variant how it will be stored, and what is worked on together.
+
+    `merges` says of each variant that is an adapter what it makes of the base: it is kept as it is.
 
     Raises:
         UsageError: a rule fits no tensor, or what must be exact exceeds the budget.
@@ -45,6 +50,11 @@ def build_plan(
     plans: list[VariantPlan] = []
     needs: list[Need] = []
     for checkpoint in sorted(variants, key=lambda variant: variant.id):
+        merge = (merges or {}).get(checkpoint.id)
+        if merge is not None:
+            items.extend(_merged_item(checkpoint.id, tensor) for tensor in merge.tensors.values())
+            plans.append(_adapter_plan(checkpoint, sum(spec.nbytes for spec in base_tensors.values())))
+            continue
         planned = [_item(group, member, rules[group.name]) for group, member in _members(alignment, checkpoint.id)]
         plan = _variant_plan(recipe, checkpoint, planned)
         even = _even_steps(planned, rules, plan)
@@ -92,7 +102,9 @@ def _item(group: TensorGroup, member: Member, rule: DeltaRule) -> Item:
     base = group.base if comparable else None
     common_rows = member.common_rows if comparable else 0
     common = (common_rows, *spec.shape[1:]) if spec.shape else ()
-    matrix = matrix_shape(common) if base is not None and is_float(spec.dtype) and is_float(base.dtype) else None
+    floats = base is not None and is_float(spec.dtype) and is_float(base.dtype)
+    slices = slice_shape(common) if floats else None
+    matrix = slices or (matrix_shape(common) if floats else None)
     codec = rule.codec
     if codec in ("lowrank", "sparse") and matrix is None:
         codec = "raw"
@@ -110,7 +122,30 @@ def _item(group: TensorGroup, member: Member, rule: DeltaRule) -> Item:
         matrix=matrix if lossy else None,
         steps=0,
         fixed=False,
+        stacked=lossy and slices is not None,
     )
+
+
+def _merged_item(variant: str, tensor: MergedTensor) -> Item:
+    """A tensor of an adapter's merge: nothing is chosen, and its bytes are the adapter's own."""
+    return Item(
+        variant=variant,
+        kind=tensor.kind,
+        spec=tensor.spec,
+        base=tensor.base,
+        common_rows=tensor.common_rows,
+        codec="identical" if tensor.params is None else "adapter",
+        params={},
+        matrix=None,
+        steps=0,
+        fixed=False,
+        merged=tensor.params,
+    )
+
+
+def _adapter_plan(adapter: Checkpoint, base_bytes: int) -> VariantPlan:
+    # A budget says how far a delta is compressed; an adapter is kept as it is, so none holds for it.
+    return VariantPlan(adapter.id, base_bytes, None, adapter.tensor_bytes + len(adapter.tensors) * ENTRY_BYTES, True)
 
 
 def _variant_plan(recipe: Recipe, checkpoint: Checkpoint, items: Sequence[Item]) -> VariantPlan:
@@ -140,7 +175,7 @@ def _most_exact(item: Item) -> int:
     if not item.lossy:
         return item.spec.nbytes
     fixed = item.steps if item.fixed else 0
-    return item.tail_bytes + (fixed * step_bytes(item.codec, item.matrix, item.params) if item.matrix else 0)
+    return item.tail_bytes + item.matrices * fixed * item.step_bytes
 
 
 def _even_steps(items: Sequence[Item], rules: Mapping[str, DeltaRule], plan: VariantPlan) -> float:
@@ -148,37 +183,18 @@ def _even_steps(items: Sequence[Item], rules: Mapping[str, DeltaRule], plan: Var
     if plan.cap is None:
         return 0.0
     shared = [item for item in items if item.lossy and rules[item.name].rank is None]
-    cost = sum(step_bytes(item.codec, item.matrix, item.params) for item in shared if item.matrix)
+    cost = sum(item.matrices * item.step_bytes for item in shared)
     return max(plan.cap - plan.unavoidable_bytes, 0) / cost if cost else 0.0
 
 
 def _size(item: Item, recipe: Recipe, rule: DeltaRule, even: float) -> Item:
     if item.matrix is None:
         return item
-    most = _worthwhile_steps(item)
     objective = recipe.objective
     if rule.rank is not None or objective.rank is not None:
         steps, fixed = min(rule.rank or objective.rank or 0, max_steps(item.codec, item.matrix)), True
     elif objective.density is not None:
         steps, fixed = max(1, round(objective.density * item.matrix[1])), True
     else:
-        steps, fixed = min(most, max(8, int(_HEADROOM * even) + 1)), False
-    return Item(
-        variant=item.variant,
-        kind=item.kind,
-        spec=item.spec,
-        base=item.base,
-        common_rows=item.common_rows,
-        codec=item.codec,
-        params=item.params,
-        matrix=item.matrix,
-        steps=steps,
-        fixed=fixed,
-    )
-
-
-def _worthwhile_steps(item: Item) -> int:
-    """Steps below the bytes of the tensor itself."""
-    assert item.matrix is not None
-    affordable = item.common.nbytes // step_bytes(item.codec, item.matrix, item.params)
-    return max(1, min(max_steps(item.codec, item.matrix), affordable))
+        steps, fixed = min(item.worthwhile_steps, max(8, int(_HEADROOM * even) + 1)), False
+    return replace(item, steps=steps, fixed=fixed)

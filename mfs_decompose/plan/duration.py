@@ -64,14 +64,14 @@ def estimate_duration(plan: Plan, base_bytes: int, threads: int) -> Duration:
 def _count_lowrank(item: Item, work: dict[str, float]) -> None:
     assert item.matrix is not None
     long, short = max(item.matrix), min(item.matrix)
-    width = sketch_width(item.steps, short)
+    width, count = sketch_width(item.steps, short), float(item.matrices)
     if uses_gram(item.steps, short):
-        work["fp64"] += long * short**2 + 5.0 * short**3  # the product, and its eigenvectors
+        work["fp64"] += count * (long * short**2 + 5.0 * short**3)  # the product, and its eigenvectors
     else:
-        work["fp32"] += (2 * POWER_ITERATIONS + 1) * float(long) * short * width
-        work["fp64"] += 4.0 * POWER_ITERATIONS * short * width**2 + 5.0 * width**3
+        work["fp32"] += count * (2 * POWER_ITERATIONS + 1) * long * short * width
+        work["fp64"] += count * (4.0 * POWER_ITERATIONS * short * width**2 + 5.0 * width**3)
     # Allocation takes about half of what was fitted, see plan/build.py.
-    work["fp64"] += float(long) * short * (item.steps if item.fixed else item.steps / 2)
+    work["fp64"] += count * long * short * (item.steps if item.fixed else item.steps / 2)
 
 
 def _probe() -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mfs_decompose.codec.sizes import step_bytes
 from mfs_decompose.plan.cap import ENTRY_BYTES, SHARD_BYTES, shard_overhead
 from mfs_decompose.plan.model import Item, Plan, VariantPlan
 from mfs_decompose.source.checkpoint import Checkpoint
@@ -13,6 +12,7 @@ from mfs_decompose.source.header import TensorSpec
 
 _STEP_TEXT = 24  # of the journal: what one step explains
 _ITEM_TEXT = 4_000  # of journal and manifest: digests, tree and name of one tensor
+_SLICE_TEXT = 700  # of both, if no two neighbours of a stack are stored alike
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def estimate(plan: Plan, base: Checkpoint | None, variants: Sequence[Checkpoint]
     fits = sum(_fit_bytes(item) for item in plan.items())
     encoded = sum(variant.bytes for variant in own)
     largest = sorted((unit.peak_bytes for unit in plan.units), reverse=True)[:threads]
-    text = sum(_ITEM_TEXT + _STEP_TEXT * item.steps for item in plan.items())
+    text = sum(_text_bytes(item) for item in plan.items())
     stage = tensors * (len(variants) if base is None else 1)
     again = sum(_read_again(item, plan.recipe.objective.budget is not None) for item in plan.items())
     return Estimate(
@@ -69,6 +69,10 @@ def estimate(plan: Plan, base: Checkpoint | None, variants: Sequence[Checkpoint]
 
 
 def _variant(plan: Plan, variant: VariantPlan) -> VariantEstimate:
+    if variant.adapter:
+        kept = variant.unavoidable_bytes
+        nbytes = kept + shard_overhead(kept // ENTRY_BYTES, kept, plan.recipe.output.shard_size)
+        return VariantEstimate(variant.id, nbytes, variant.checkpoint_bytes)
     items = [item for item in plan.items() if item.variant == variant.id]
     most = sum(_most(item) + ENTRY_BYTES for item in items)
     total = most + shard_overhead(len(items), most, plan.recipe.output.shard_size)
@@ -82,12 +86,21 @@ def _most(item: Item) -> int:
 
 
 def _fit_bytes(item: Item) -> int:
-    return item.steps * step_bytes(item.codec, item.matrix, item.params) if item.matrix is not None else 0
+    return item.matrices * item.steps * item.step_bytes
+
+
+def _text_bytes(item: Item) -> int:
+    slices = _SLICE_TEXT * item.matrices if item.stacked else 0
+    return _ITEM_TEXT + slices + _STEP_TEXT * item.matrices * item.steps
 
 
 def _read_again(item: Item, capped: bool) -> int:
     """Bytes read once a tensor is surveyed: to encode it (lossless beside a budget: twice), and to measure."""
+    if item.codec == "identical":
+        return 0
     both = item.spec.nbytes + (item.base.nbytes if item.base is not None else 0)
+    if item.codec == "adapter":
+        return both - item.spec.nbytes
     if item.lossy:
         return both + item.tail_bytes
     if item.codec == "raw":

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from mfs_decompose.codec.sizes import max_steps, step_bytes
 from mfs_decompose.recipe.schema import Recipe
 from mfs_decompose.source.align import GroupKind
 from mfs_decompose.source.header import TensorSpec
 
-UnitKind = Literal["batch", "blocks", "exact"]
-"""`batch`: equal matrices, factorised together. `blocks`: one matrix, read in row blocks. `exact`: the rest."""
+UnitKind = Literal["batch", "blocks", "stack", "exact"]
+"""`batch`: equal matrices, factorised together. `blocks`: one matrix, read in row blocks. `stack`: one tensor
+[E, O, I], read in groups of slices that are factorised together. `exact`: the rest."""
 
 LOSSY = frozenset({"lowrank", "sparse"})
 
@@ -22,6 +24,7 @@ class Item:
 
     `matrix` is what a lossy codec sees of the `common_rows` rows that have a counterpart in the base; rows beyond them
     are stored raw. `steps` is the size fitted in pass 1: fixed where `fixed`, else the most that allocation may take.
+    Where `stacked`, the common rows are matrices themselves: `matrix` and `steps` are those of each.
     """
 
     variant: str
@@ -34,6 +37,9 @@ class Item:
     matrix: tuple[int, int] | None
     steps: int
     fixed: bool
+    merged: Mapping[str, object] | None = None
+    """What an adapter does to the tensor: parameters of the codec `adapter`."""
+    stacked: bool = False
 
     @property
     def name(self) -> str:
@@ -47,6 +53,25 @@ class Item:
     @property
     def lossy(self) -> bool:
         return self.codec in LOSSY
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices a lossy codec sees."""
+        if self.matrix is None:
+            return 0
+        return self.common_rows if self.stacked else 1
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one step of one matrix; 0 where there is none."""
+        return 0 if self.matrix is None else step_bytes(self.codec, self.matrix, self.params)
+
+    @property
+    def worthwhile_steps(self) -> int:
+        """Steps of one matrix below the bytes of the weights themselves."""
+        assert self.matrix is not None
+        affordable = self.common.nbytes // self.matrices // self.step_bytes
+        return max(1, min(max_steps(self.codec, self.matrix), affordable))
 
     @property
     def common(self) -> TensorSpec:
@@ -84,12 +109,16 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class VariantPlan:
-    """One variant: its own size, its cap (None without a budget), and what must be stored exactly whatever happens."""
+    """One variant: its own size, its cap (None without a budget), and what must be stored exactly whatever happens.
+
+    An adapter is kept as it is: that is all it needs.
+    """
 
     id: str
     checkpoint_bytes: int
     cap: int | None
     unavoidable_bytes: int
+    adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ BLOCK_ELEMENTS = 1 << 24
 """Elements of a row block, and of a batch: 64 MiB in fp32."""
 
 _BATCH_MATRICES = 256
+_KINDS: tuple[UnitKind, ...] = ("batch", "blocks", "exact", "stack")
 _EXACT_BYTES = 1 << 26
 
 
@@ -22,7 +23,7 @@ def cut_units(items: Iterable[Item]) -> tuple[Unit, ...]:
     ordered = sorted(items, key=lambda item: (_batch_key(item), item.name, item.variant))
     groups: list[tuple[UnitKind, tuple[Item, ...]]] = []
     for key, run in groupby(ordered, key=_batch_key):
-        kind: UnitKind = "exact" if key[0] == 2 else "blocks" if key[0] == 1 else "batch"
+        kind = _KINDS[key[0]]
         groups.extend((kind, batch) for batch in _cut(tuple(run), kind))
     groups.sort(key=lambda group: (-_cost(*group), group[1][0].name, group[1][0].variant))
     return tuple(
@@ -32,14 +33,17 @@ def cut_units(items: Iterable[Item]) -> tuple[Unit, ...]:
 
 
 def _batch_key(item: Item) -> tuple[int, str, tuple[tuple[str, str], ...], tuple[int, int], int]:
+    if item.merged is not None or item.codec == "identical":
+        return (_KINDS.index("exact"), "adapter", (), (0, 0), 0)
     if item.matrix is None:
-        return (2, "", (), (0, 0), 0)
+        return (_KINDS.index("exact"), "", (), (0, 0), 0)
     large = item.matrix[0] * item.matrix[1] > BLOCK_ELEMENTS
-    return (int(large), item.codec, tuple(sorted(item.params.items())), item.matrix, item.steps)
+    kind: UnitKind = "stack" if item.stacked else "blocks" if large else "batch"
+    return (_KINDS.index(kind), item.codec, tuple(sorted(item.params.items())), item.matrix, item.steps)
 
 
 def _cut(run: Sequence[Item], kind: UnitKind) -> list[tuple[Item, ...]]:
-    if kind == "blocks":
+    if kind in ("blocks", "stack"):
         return [(item,) for item in run]
     batches: list[tuple[Item, ...]] = []
     current: list[Item] = []
@@ -71,11 +75,28 @@ def _read_bytes(kind: UnitKind, items: Sequence[Item]) -> int:
         matrix = items[0].matrix
         assert matrix is not None
         passes = 1 + read_passes(items[0].codec, matrix, items[0].steps)
+    if any(item.merged is not None or item.codec == "identical" for item in items):  # an adapter reads the base alone
+        return sum(item.spec.nbytes for item in items if item.merged is not None)
     own = sum(item.spec.nbytes for item in items)
     bases = [item.base for item in items if item.base is not None]
     if kind == "batch":
         bases = list({base.name: base for base in bases}.values())
     return passes * (own + sum(base.nbytes for base in bases))
+
+
+def slice_groups(item: Item) -> list[tuple[int, int]]:
+    """Slices of a stack that are read and factorised together: a block of them, or one that is larger."""
+    assert item.matrix is not None and item.stacked
+    step = max(1, min(_BATCH_MATRICES, BLOCK_ELEMENTS // (item.matrix[0] * item.matrix[1])))
+    return [(start, min(start + step, item.common_rows)) for start in range(0, item.common_rows, step)]
+
+
+def slice_steps(item: Item, slices: int, changed: int) -> int:
+    """Steps fitted to each of the `changed` ones of some slices: what the others do not need is theirs.
+
+    Never more for all of them than `slices` times the item's steps.
+    """
+    return item.steps if item.fixed else min(item.worthwhile_steps, item.steps * slices // changed)
 
 
 def peak_bytes(kind: UnitKind, items: Sequence[Item]) -> int:
@@ -84,19 +105,39 @@ def peak_bytes(kind: UnitKind, items: Sequence[Item]) -> int:
     decode = 8 * 5 * DECODE_ELEMENTS + 6 * widest_row
     if kind == "exact":
         return decode + 8 * DECODE_ELEMENTS
+    if kind == "stack":
+        return _stack_peak(items[0], decode)
     matrix, steps = items[0].matrix, items[0].steps
     assert matrix is not None
+    count = 1 if kind == "blocks" else len(items)
     elements = (
         BLOCK_ELEMENTS if kind == "blocks" else sum(item.matrix[0] * item.matrix[1] for item in items if item.matrix)
     )
+    work = _fit_work(items[0].codec, matrix, steps, count, elements)
+    loading = 4 * 3 * (BLOCK_ELEMENTS if kind == "blocks" else max(item.spec.numel for item in items))
+    return max(work + loading, decode + 16 * sum(matrix) * max(steps, 1))
+
+
+def _stack_peak(item: Item, decode: int) -> int:
+    assert item.matrix is not None and item.base is not None
+    size, slices = item.matrix[0] * item.matrix[1], slice_groups(item)[0][1]
+    work = max(
+        _fit_work(item.codec, item.matrix, slice_steps(item, slices, changed), changed, changed * size)
+        for changed in range(1, slices + 1)
+    )
+    loading = slices * (item.spec.row_bytes + item.base.row_bytes + 4 * size) + 4 * 3 * size
+    # A slice is decoded whole: in fp64 its delta, the base, their sum, and what rounds it.
+    return max(work + loading, decode + 8 * 5 * size + 16 * sum(item.matrix) * item.worthwhile_steps)
+
+
+def _fit_work(codec: str, matrix: tuple[int, int], steps: int, count: int, elements: int) -> int:
+    """Bytes that `count` matrices of `elements` in all take while they are fitted."""
     long, short = max(matrix), min(matrix)
-    sketch = sketch_width(steps, short) if items[0].codec == "lowrank" else 0
-    count = 1 if kind == "blocks" else len(items)
+    sketch = sketch_width(steps, short) if codec == "lowrank" else 0
     if sketch and uses_gram(steps, short):
         work = 8 * (3 * short * short + elements // count) + 4 * (elements + 2 * count * (long + short) * steps)
     else:
         work = 4 * elements + (4 + 8 + 8) * count * long * sketch + 8 * count * short * sketch * 3
-    if items[0].codec == "sparse":
+    if codec == "sparse":
         work = (4 + 4 + 8 + 8) * elements // count + 4 * elements + 8 * count * steps * matrix[0]
-    loading = 4 * 3 * (BLOCK_ELEMENTS if kind == "blocks" else max(item.spec.numel for item in items))
-    return max(work + loading, decode + 16 * (long + short) * max(steps, 1))
+    return work

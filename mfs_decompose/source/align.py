@@ -2,222 +2,163 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median_high
-from typing import Literal
 
 from mfs_decompose.errors import SourceIncompatible
+from mfs_decompose.source.align_notes import count, describe_alignment
 from mfs_decompose.source.checkpoint import Checkpoint
-from mfs_decompose.source.dtypes import is_float
+from mfs_decompose.source.comparable import comparable
+from mfs_decompose.source.grouping import Alignment, GroupKind, Member, TensorGroup, group_tensors
 from mfs_decompose.source.header import TensorSpec
+from mfs_decompose.source.mean_tensors import mean_tensors
 from mfs_decompose.source.naming import first_few
-from mfs_decompose.source.tying import find_tied_partner
+from mfs_decompose.source.rename import Renaming, find_renames
+from mfs_decompose.source.rename_pieces import find_other_pieces
+from mfs_decompose.source.rename_weights import BASE, Heads, cosine_of
+from mfs_decompose.source.rope_notes import describe_rope_differences
 from mfs_decompose.units import format_fraction
 
-GroupKind = Literal["same", "resized", "only_in_variant", "missing_in_variant", "tied"]
+__all__ = ["Alignment", "GroupKind", "Member", "TensorGroup", "align", "align_mean", "comparable", "mean_base_tensors"]
 
 _LEAST_SHARE = 0.5  # of a variant's bytes; a grown vocabulary or an added tower stays far above it
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One variant's part in a group.
-
-    `common_rows` counts the leading rows that base and variant both have: all of them for `same`, none for
-    `only_in_variant` and `missing_in_variant`. `spec` is None only for `missing_in_variant`.
-    """
-
-    variant: str
-    kind: GroupKind
-    spec: TensorSpec | None
-    common_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorGroup:
-    """A tensor of the base and what the variants have in its place, members sorted by variant.
-
-    `base` is None where the base has nothing to compare with. For `tied` members the group bears the name of the
-    variant's tensor and `base` is another tensor of the base, which the group of that name holds as well: a base with
-    tied embeddings stores no head.
-    """
-
-    name: str
-    base: TensorSpec | None
-    members: tuple[Member, ...]
-
-    @property
-    def base_name(self) -> str | None:
-        """The name in the base of the tensor that is compared with; other than `name` only for tied members."""
-        return self.base.name if self.base else None
-
-
-@dataclass(frozen=True, slots=True)
-class Alignment:
-    """All groups by name, all variants by id, and what deserves to be said aloud."""
-
-    groups: tuple[TensorGroup, ...]
-    variants: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
 def align(
-    base_tensors: Mapping[str, TensorSpec], variants: Sequence[Checkpoint], base_config: Mapping[str, object]
+    base_tensors: Mapping[str, TensorSpec],
+    variants: Sequence[Checkpoint],
+    base_config: Mapping[str, object],
+    *,
+    heads: Heads | None = None,
 ) -> Alignment:
     """Put every tensor of the base and of each variant into exactly one group.
 
     `base_config` is the parsed config.json of the base, empty where there is none: a base that says that its
-    embeddings are not tied is believed.
+    embeddings are not tied is believed. `heads` reads the beginnings of weights where names and shapes leave it open
+    what was renamed to what; it is not called where all names agree.
 
     Raises:
-        SourceIncompatible: less than half of a variant's bytes have a counterpart in the base.
+        SourceIncompatible: nothing of a variant has a counterpart in the base, or less than half of its bytes; or
+            which of two trees a variant's is cannot be told.
     """
-    ordered = sorted(variants, key=lambda checkpoint: checkpoint.id)
-    assert len({checkpoint.id for checkpoint in ordered}) == len(ordered), "variant ids are unique"
-    names = set(base_tensors).union(*(checkpoint.tensors for checkpoint in ordered))
-    groups = tuple(_group(name, base_tensors, ordered, base_config) for name in sorted(names))
-    for checkpoint in ordered:
-        _require_kinship(checkpoint, groups)
-    return Alignment(groups, tuple(checkpoint.id for checkpoint in ordered), tuple(_notes(groups)))
+    renamings = {}
+    for checkpoint in variants:
+        cosine = None if heads is None else cosine_of(heads, BASE, checkpoint.id)
+        renamings[checkpoint.id] = find_renames(base_tensors, checkpoint.tensors, cosine)
+    return _align(base_tensors, variants, base_config, renamings)
 
 
-def mean_base_tensors(variants: Sequence[Checkpoint]) -> dict[str, TensorSpec]:
+def align_mean(
+    variants: Sequence[Checkpoint], *, heads: Heads | None = None
+) -> tuple[dict[str, TensorSpec], Alignment]:
+    """The tensors of a mean base, under the names that the first variant by id uses, and the alignment with them.
+
+    Variants that are called otherwise are averaged after their renames: of variant `v` the base's tensor `b` is the
+    tensor of the group whose base is `b` and which has a `same` or `resized` member of `v`.
+
+    Raises:
+        SourceIncompatible: as align and mean_base_tensors.
+    """
+    tensors, renamings = _mean(variants, heads)
+    return tensors, _align(tensors, variants, {}, renamings, tuple(describe_rope_differences(variants)))
+
+
+def mean_base_tensors(variants: Sequence[Checkpoint], *, heads: Heads | None = None) -> dict[str, TensorSpec]:
     """The tensors of a mean base, by name: what every variant has as a codable float with the same trailing dimensions.
 
     A tensor has as many rows as its shortest holder, and the type all of them share, else F32.
 
     Raises:
-        SourceIncompatible: a variant shares less than half of its bytes with most of the others.
+        SourceIncompatible: a variant shares less than half of its bytes with most of the others, or which of two trees
+            its own is cannot be told.
     """
+    return _mean(variants, heads)[0]
+
+
+def _mean(variants: Sequence[Checkpoint], heads: Heads | None) -> tuple[dict[str, TensorSpec], dict[str, Renaming]]:
     first, *others = sorted(variants, key=lambda checkpoint: checkpoint.id)
-    common = {}
-    for name, info in first.tensors.items():
-        specs = [info, *(checkpoint.tensors[name] for checkpoint in others if name in checkpoint.tensors)]
-        if len(specs) == len(variants) and all(_averages(info, spec) for spec in specs):
-            dtype = info.dtype if len({spec.dtype for spec in specs}) == 1 else "F32"
-            rows = min(spec.rows for spec in specs)
-            common[name] = TensorSpec(name, dtype, (rows, *info.shape[1:]) if info.shape else ())
-    if any(_share(checkpoint, common) < _LEAST_SHARE for checkpoint in variants):
-        _name_strangers([first, *others])
-    return common
+    renamings = {first.id: Renaming()}
+    for other in others:
+        cosine = None if heads is None else cosine_of(heads, first.id, other.id)
+        renamings[other.id] = find_renames(first.tensors, other.tensors, cosine)
+        _require_decided(other, renamings[other.id])
+    return mean_tensors(first, others, renamings)
 
 
-def _averages(one: TensorSpec, other: TensorSpec) -> bool:
-    return is_float(one.dtype) and comparable(one, other)
-
-
-def _share(checkpoint: Checkpoint, tensors: Mapping[str, TensorSpec]) -> float:
-    """The share of a checkpoint's bytes that could be averaged with `tensors`."""
-    matched = sum(
-        min(info.rows, tensors[name].rows) * info.row_bytes
-        for name, info in checkpoint.tensors.items()
-        if name in tensors and _averages(info, tensors[name])
-    )
-    return matched / checkpoint.tensor_bytes if checkpoint.tensor_bytes else 1.0
-
-
-def _name_strangers(variants: Sequence[Checkpoint]) -> None:
-    shares = {
-        one.id: median_high([_share(one, other.tensors) for other in variants if other is not one] or [0.0])
-        for one in variants
-    }
-    # Where most fit each other and still share too little in all, no single one is to blame: name them all.
-    strangers = sorted(id for id, share in shares.items() if share < _LEAST_SHARE) or sorted(shares)
-    raise SourceIncompatible(
-        f"expected variants of one architecture for a mean base; less than half of the weights of "
-        f"{first_few([repr(id) for id in strangers])} can be averaged with the others'",
-        hint="Leave it out, or give the base they were made from with --base.",
-    )
-
-
-def comparable(one: TensorSpec, other: TensorSpec) -> bool:
-    """Whether a difference of the common rows of two tensors means something, or their bits can be compared."""
-    if one.dtype != other.dtype and not (is_float(one.dtype) and is_float(other.dtype)):
-        return False
-    if one.shape == other.shape:
-        return True
-    # Vectors of other lengths are other things; matrices of other heights are grown or cut vocabularies.
-    matrices = len(one.shape) >= 2 and len(other.shape) >= 2
-    return matrices and one.shape[1:] == other.shape[1:] and min(one.rows, other.rows) > 0
-
-
-def _group(
-    name: str,
+def _align(
     base_tensors: Mapping[str, TensorSpec],
     variants: Sequence[Checkpoint],
     base_config: Mapping[str, object],
-) -> TensorGroup:
-    own = base_tensors.get(name)
-    base = own or find_tied_partner(name, base_tensors, base_config)
-    members = []
-    for checkpoint in variants:
-        info = checkpoint.tensors.get(name)
-        if info is None:
-            if own is not None:
-                members.append(Member(checkpoint.id, "missing_in_variant", None, 0))
-        elif base is None or not comparable(base, info):
-            members.append(Member(checkpoint.id, "only_in_variant", info.spec, 0))
-        else:
-            kind: GroupKind = "tied" if own is None else "same" if base.shape == info.shape else "resized"
-            members.append(Member(checkpoint.id, kind, info.spec, min(base.rows, info.rows)))
-    if own is None and not any(member.kind == "tied" for member in members):
-        base = None
-    return TensorGroup(name, base and TensorSpec(base.name, base.dtype, base.shape), tuple(members))
+    renamings: Mapping[str, Renaming],
+    notes: tuple[str, ...] = (),
+) -> Alignment:
+    ordered = sorted(variants, key=lambda checkpoint: checkpoint.id)
+    assert len({checkpoint.id for checkpoint in ordered}) == len(ordered), "variant ids are unique"
+    groups = group_tensors(base_tensors, ordered, base_config, renamings)
+    pieces: dict[str, frozenset[str]] = {}
+    for checkpoint in ordered:
+        renaming = renamings[checkpoint.id]
+        _require_decided(checkpoint, renaming)
+        pieces[checkpoint.id] = find_other_pieces(base_tensors, checkpoint.tensors, renaming.pairs, renaming.rules)
+    _require_kinship(ordered, groups, renamings, pieces)
+    return Alignment(
+        groups=groups,
+        variants=tuple(checkpoint.id for checkpoint in ordered),
+        notes=(*describe_alignment(groups, renamings, pieces), *notes),
+        renames={id: renaming.rules for id, renaming in sorted(renamings.items()) if renaming.rules},
+    )
 
 
-def _require_kinship(checkpoint: Checkpoint, groups: Sequence[TensorGroup]) -> None:
-    matched, matched_bytes, strange = 0, 0, []
-    for group in groups:
-        for member in group.members:
-            if member.variant != checkpoint.id or member.spec is None:
-                continue
-            if member.kind == "only_in_variant":
-                strange.append(_describe(member.spec, group.base))
-            else:
-                matched += 1
-                matched_bytes += member.common_rows * member.spec.row_bytes
-    share = matched_bytes / checkpoint.tensor_bytes if checkpoint.tensor_bytes else 1.0
-    if share < _LEAST_SHARE:
+def _require_decided(checkpoint: Checkpoint, renaming: Renaming) -> None:
+    if renaming.refusal is not None:
         raise SourceIncompatible(
-            f"variant {checkpoint.id!r} is of another architecture than the base: {matched} of "
-            f"{len(checkpoint.tensors)} tensors align, {format_fraction(share)} of its bytes; "
-            f"among those that do not: {first_few(strange)}",
-            hint=f"Give the base that {checkpoint.id!r} was made from, or leave {checkpoint.id!r} out.",
+            f"which tree of the base variant {checkpoint.id!r} holds cannot be told: {renaming.refusal}",
+            hint="Save one of the two under the other's names; a dry run from afar reads no weights, a run does.",
         )
 
 
-def _describe(spec: TensorSpec, base: TensorSpec | None) -> str:
-    if base is None:
-        return f"{spec.name} is not in the base"
-    return f"{spec.name} is {spec.dtype} {list(spec.shape)} where the base has {base.dtype} {list(base.shape)}"
-
-
-def _notes(groups: Sequence[TensorGroup]) -> list[str]:
-    """One sentence for each variant and each way in which its tensors differ from the base's."""
-    found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+def _require_kinship(
+    variants: Sequence[Checkpoint],
+    groups: Sequence[TensorGroup],
+    renamings: Mapping[str, Renaming],
+    pieces: Mapping[str, frozenset[str]],
+) -> None:
+    matched: dict[str, list[int]] = {checkpoint.id: [] for checkpoint in variants}  # bytes, tensor by tensor
+    strange: dict[str, list[str]] = {checkpoint.id: [] for checkpoint in variants}
     for group in groups:
         for member in group.members:
-            if reason := _oddity(member, group.base):
-                found[member.variant, reason].append(group.name)
-    return [
-        f"{variant}: {len(names)} tensor{'s' if len(names) > 1 else ''} {reason}: {first_few(names)}"
-        for (variant, reason), names in sorted(found.items())
-    ]
+            if member.kind == "only_in_variant" and member.spec is not None:
+                strange[member.variant].append(_describe(member.spec, group.base))
+            elif member.spec is not None:
+                matched[member.variant].append(member.common_rows * member.spec.row_bytes)
+    for checkpoint in variants:
+        found, total = matched[checkpoint.id], checkpoint.tensor_bytes
+        share = sum(found) / total if total else float(bool(found))
+        if share < _LEAST_SHARE or not found:
+            raise _foreign(checkpoint.id, len(found), share, strange[checkpoint.id], renamings, pieces)
 
 
-def _oddity(member: Member, base: TensorSpec | None) -> str | None:
-    if member.kind == "same":
-        return None
-    if member.kind == "tied":
-        return "stored apart where the base ties it to its embeddings, compared with those"
-    if member.kind == "missing_in_variant":
-        return "of the base left out"
-    assert member.spec is not None
-    if base is None:
-        return "not in the base, stored whole"
-    if member.kind == "only_in_variant":
-        return "of another shape or type than the base's, stored whole"
-    rest = "the new rows stored whole" if member.spec.rows > base.rows else "the other rows left out"
-    return f"with {member.spec.rows} rows where the base has {base.rows}, {rest}"
+def _foreign(
+    id: str,
+    matched: int,
+    share: float,
+    strange: Sequence[str],
+    renamings: Mapping[str, Renaming],
+    pieces: Mapping[str, frozenset[str]],
+) -> SourceIncompatible:
+    reasons = [f"{len(strange)} do not, among them {first_few(strange)}", *renamings[id].doubts[:1]]
+    hint = f"Give the base that {id!r} was made from, or leave {id!r} out."
+    if pieces[id]:
+        reasons.append(f"{count(list(pieces[id]))} in other pieces than the base's (fused or split)")
+        if 2 * len(pieces[id]) >= len(strange):
+            hint = "Save both in one layout, fused or split: load and save them with the same version of one library."
+    return SourceIncompatible(
+        f"variant {id!r} is of another architecture than the base: {matched} of {matched + len(strange)} tensors "
+        f"align, {format_fraction(share)} of its bytes; {'; '.join(reasons)}",
+        hint=hint,
+    )
+
+
+def _describe(spec: TensorSpec, base: TensorSpec | None) -> str:
+    if base is None or base.name != spec.name:
+        return f"{spec.name} is not in the base"
+    return f"{spec.name} is {spec.dtype} {list(spec.shape)} where the base has {base.dtype} {list(base.shape)}"

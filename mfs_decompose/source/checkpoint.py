@@ -15,7 +15,14 @@ from mfs_decompose.errors import SourceIncompatible, SourceNotFound
 from mfs_decompose.source import dtypes
 from mfs_decompose.source.folder import Folder, Sidecar, list_folder, resolve_inside
 from mfs_decompose.source.header import MAX_TENSORS, ShardHeader, TensorInfo, read_shard_header
-from mfs_decompose.source.weights import ADAPTER_CONFIG, check_weight_map, choose_shards, read_weight_map
+from mfs_decompose.source.weights import (
+    ADAPTER_CONFIG,
+    Take,
+    check_weight_map,
+    choose_contents,
+    choose_shards,
+    read_weight_map,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +42,9 @@ class Checkpoint:
     the weight index of a sharded checkpoint; `left_out` names what lies in the folder and is not taken (folders end in
     a slash); `config` is the parsed config.json, empty where there is none; `repo` and `revision` (a commit) belong to
     a model of the Hub.
+
+    `adapter` is the parsed adapter_config.json where the checkpoint is an adapter: its tensors are then the adapter's
+    own. `taken` is which of weights and adapter was asked for, where somebody had to say.
     """
 
     id: str
@@ -47,11 +57,14 @@ class Checkpoint:
     config: Mapping[str, object]
     repo: str | None = None
     revision: str | None = None
+    adapter: Mapping[str, object] | None = None
+    taken: Take | None = None
 
     @property
     def pinned(self) -> str:
         """A reference that means the same tomorrow: the commit of a model of the Hub, or the absolute path."""
-        return f"hf://{self.repo}@{self.revision}" if self.repo else str(self.root.absolute())
+        place = f"hf://{self.repo}@{self.revision}" if self.repo else str(self.root.absolute())
+        return f"{place}::{self.taken}" if self.taken else place
 
     @property
     def tensor_bytes(self) -> int:
@@ -59,18 +72,21 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def open_checkpoint(root: Path | str, id: str) -> Checkpoint:
-    """Read the headers of a checkpoint's shards and check that they fit together.
+def open_checkpoint(root: Path | str, id: str, *, take: Take | None = None) -> Checkpoint:
+    """Read the headers of a checkpoint's shards, or of an adapter's, and check that they fit together.
+
+    `take` says which of the two is meant in a folder that holds both.
 
     Raises:
         SourceNotFound: no folder, no weights in it, or a shard or tensor that is missing or cut off.
-        SourceIncompatible: files that are no safetensors, lie outside of the folder, contradict each other, or hold an
-            adapter.
+        SourceIncompatible: files that are no safetensors, lie outside of the folder, contradict each other, or hold
+            both weights and an adapter.
     """
-    folder = list_folder(Path(root))
+    folder, is_adapter = choose_contents(list_folder(Path(root)), take)
     weight_map = read_weight_map(folder)
     shards = tuple(_read_header(folder.root, name) for name in choose_shards(folder, weight_map))
-    return join_checkpoint(id, folder, weight_map, shards, _read_config(folder))
+    adapter = _read_config(folder, ADAPTER_CONFIG) if is_adapter else None
+    return join_checkpoint(id, folder, weight_map, shards, _read_config(folder, CONFIG), adapter, take)
 
 
 def join_checkpoint(
@@ -79,15 +95,26 @@ def join_checkpoint(
     weight_map: Mapping[str, str] | None,
     shards: tuple[ShardHeader, ...],
     config: Mapping[str, object],
+    adapter: Mapping[str, object] | None = None,
+    taken: Take | None = None,
 ) -> Checkpoint:
     """A checkpoint out of what was read of it, wherever that was; raises as open_checkpoint does."""
     tensors = _join(folder.root, shards)
     if weight_map is not None:
         check_weight_map(folder, weight_map, shards)
-    sidecars = tuple(sidecar for sidecar in folder.sidecars if sidecar.name != ADAPTER_CONFIG)
-    dropped = {sidecar.name for sidecar in folder.sidecars} - {sidecar.name for sidecar in sidecars}
-    left_out = sorted({*folder.others, *folder.weights, *dropped} - {shard.file for shard in shards})
-    return Checkpoint(id, folder.root, shards, folder.index, tensors, sidecars, tuple(left_out), config)
+    left_out = sorted({*folder.others, *folder.weights} - {shard.file for shard in shards})
+    return Checkpoint(
+        id,
+        folder.root,
+        shards,
+        folder.index,
+        tensors,
+        folder.sidecars,
+        tuple(left_out),
+        config,
+        adapter=adapter,
+        taken=taken,
+    )
 
 
 def read_sidecar(checkpoint: Checkpoint, sidecar: Sidecar) -> bytes:
@@ -236,15 +263,15 @@ def _join(root: Path, shards: tuple[ShardHeader, ...]) -> dict[str, TensorInfo]:
     return dict(sorted(tensors.items()))
 
 
-def _read_config(folder: Folder) -> dict[str, object]:
-    sidecar = next((sidecar for sidecar in folder.sidecars if sidecar.name == CONFIG), None)
+def _read_config(folder: Folder, name: str) -> dict[str, object]:
+    sidecar = next((sidecar for sidecar in folder.sidecars if sidecar.name == name), None)
     if sidecar is None:
         return {}
-    path = folder.root / CONFIG
+    path = folder.root / name
     if sidecar.size > MAX_CONFIG_BYTES:
         found = f"expected at most {MAX_CONFIG_BYTES} bytes, found {sidecar.size}: {path}"
         raise SourceIncompatible(found, hint=_REFETCH)
-    return parse_config(path, resolve_inside(folder.root, CONFIG).read_bytes())
+    return parse_config(path, resolve_inside(folder.root, name).read_bytes())
 
 
 def parse_config(path: Path, raw: bytes) -> dict[str, object]:

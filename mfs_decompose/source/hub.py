@@ -23,7 +23,7 @@ from mfs_decompose.source.hub_fetch import fetch, show
 from mfs_decompose.source.hub_logging import quiet_libraries
 from mfs_decompose.source.naming import first_few
 from mfs_decompose.source.ref import SourceRef
-from mfs_decompose.source.weights import read_weight_map
+from mfs_decompose.source.weights import choose_contents, read_weight_map
 from mfs_decompose.units import format_bytes
 
 T = TypeVar("T")
@@ -110,6 +110,7 @@ def _choose(client: HubClient, cache: HubCache, listing: Listing) -> tuple[list[
     """The side files and the shards that are needed; fetches the weight index, which names the shards."""
     files = {file.name: file for file in listing.files}
     folder = as_folder(listing.files, Path(f"{client.repo}@{listing.commit[:12]}"))
+    folder, _ = choose_contents(folder, client.ref.take)
     require_safetensors(folder, listing.files)
     if folder.index is not None and folder.index.size <= MAX_SIDECAR_BYTES:
         index = files[WEIGHT_INDEX]
@@ -183,9 +184,11 @@ def _cached_names(ref: SourceRef, cache: HubCache, commit: str) -> list[str]:
     """What a snapshot must hold: by its own headers, and by the listing that other tools may have left."""
     place = cache.snapshot(commit)
     try:
-        folder = list_folder(place)
+        folder, _ = choose_contents(list_folder(place), ref.take)
         beside, shards = choose_names(folder, read_weight_map(folder))
         listed = as_folder(cache.listed(commit), place)
+        if listed.weights:
+            listed, _ = choose_contents(listed, ref.take)
         wanted = {sidecar.name for sidecar in listed.sidecars} | ({listed.index.name} if listed.index else set())
         if lacking := sorted(wanted - set(beside)):
             raise SourceNotFound(f"{lacking[0]} is missing")

@@ -16,7 +16,7 @@ from mfs_decompose.source.hub_choice import as_folder, choose_names, require_saf
 from mfs_decompose.source.hub_client import HubClient, HubFile
 from mfs_decompose.source.hub_logging import quiet_libraries
 from mfs_decompose.source.ref import SourceRef
-from mfs_decompose.source.weights import parse_weight_map
+from mfs_decompose.source.weights import ADAPTER_CONFIG, choose_contents, parse_weight_map
 
 _FIRST_BYTES = 64 * 2**10
 """Asked for at first: headers of common shards are smaller, and a round trip costs more than these bytes."""
@@ -36,21 +36,26 @@ def read_remote_headers(
         listing = client.list_files()
         commit, files = listing.commit, {file.name: file for file in listing.files}
         folder = as_folder(listing.files, Path(f"{client.repo}@{commit[:12]}"))
+        folder, is_adapter = choose_contents(folder, ref.take)
         require_safetensors(folder, listing.files)
-        weight_map, config = None, {}
+        weight_map = None
         if folder.index is not None:
             raw = _small_file(client, cache, commit, files[WEIGHT_INDEX], MAX_SIDECAR_BYTES)
             weight_map = parse_weight_map(folder.root / WEIGHT_INDEX, raw)
         _, shards = choose_names(folder, weight_map)
-        if CONFIG in files:
-            raw = _small_file(client, cache, commit, files[CONFIG], MAX_CONFIG_BYTES)
-            config = parse_config(folder.root / CONFIG, raw)
+
+        def read_config(name: str) -> dict[str, object]:
+            raw = _small_file(client, cache, commit, files[name], MAX_CONFIG_BYTES)
+            return parse_config(folder.root / name, raw)
+
+        config = read_config(CONFIG) if CONFIG in files else {}
+        adapter = read_config(ADAPTER_CONFIG) if is_adapter else None
         progress.start(f"reading headers of {ref.label}", None)
         wanted = [files[name] for name in shards]
         headers = side_by_side(lambda file: _header(client, cache, commit, file), wanted, client.stop)
         progress.finish()
     folder = replace(folder, root=cache.snapshot(commit))
-    return join_checkpoint(id, folder, weight_map, tuple(headers), config), commit
+    return join_checkpoint(id, folder, weight_map, tuple(headers), config, adapter, ref.take), commit
 
 
 def _header(client: HubClient, cache: HubCache, commit: str, file: HubFile) -> ShardHeader:

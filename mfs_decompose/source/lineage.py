@@ -62,10 +62,11 @@ def _against_base(base: TensorReader, variants: Sequence[TensorReader], alignmen
     found = []
     for reader in variants:
         tally = _Tally()
-        for name in _spread(names[reader.checkpoint.id]):
+        own_names = names[reader.checkpoint.id]
+        for name in _spread(list(own_names)):
             if name not in samples:
                 samples[name] = base.head(name, _SAMPLED_ELEMENTS).double()
-            variant = reader.head(name, _SAMPLED_ELEMENTS).double()
+            variant = reader.head(own_names[name], _SAMPLED_ELEMENTS).double()
             common = min(variant.numel(), samples[name].numel())  # of a resized tensor the common rows come first
             tally.add(samples[name][:common], variant[:common])
         found.append(Lineage(reader.checkpoint.id, tally.cosine, tally.relative_distance))
@@ -85,7 +86,7 @@ def _against_each_other(variants: Sequence[TensorReader], alignment: Alignment) 
     pairs = [[_Tally() for _ in variants] for _ in variants]
     to_mean = [_Tally() for _ in variants]
     for name in _spread(shared):
-        samples = [reader.head(name, elements).double() for reader in variants]
+        samples = [reader.head(names[reader.checkpoint.id][name], elements).double() for reader in variants]
         common = min(sample.numel() for sample in samples)
         samples = [sample[:common] for sample in samples]
         finite = [sample for sample in samples if sample.isfinite().all()]
@@ -140,17 +141,20 @@ class _Tally:
         return math.sqrt(self._moved / self._size)
 
 
-def _matrices(alignment: Alignment) -> dict[str, list[str]]:
-    """For each variant the names of its aligned matrices, sorted; vectors say little, and norms are ones anyway."""
-    names: dict[str, list[str]] = {variant: [] for variant in alignment.variants}
-    for group in alignment.groups:
+def _matrices(alignment: Alignment) -> dict[str, dict[str, str]]:
+    """For each variant its aligned matrices, by their names in the base, sorted: the variant's own names.
+
+    Vectors say little, and norms are ones anyway.
+    """
+    found: dict[str, dict[str, str]] = {variant: {} for variant in alignment.variants}
+    for group in sorted(alignment.groups, key=lambda group: group.base_name or ""):
         for member in group.members:
             spec = member.spec
             if spec is None or member.kind not in ("same", "resized") or not is_float(spec.dtype):
                 continue
-            if len(spec.shape) >= 2 and spec.numel:
-                names[member.variant].append(group.name)
-    return names
+            if len(spec.shape) >= 2 and spec.numel and group.base_name is not None:
+                found[member.variant][group.base_name] = spec.name
+    return found
 
 
 def _spread(names: Sequence[str]) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from mfs_decompose.errors import UsageError
 
 _SCHEME = "hf://"
+_TAKES: tuple[Literal["weights", "adapter"], ...] = ("weights", "adapter")
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _REPO = re.compile(rf"(?!.*(?:--|\.\.))(?!.*\.git$){_PART}/{_PART}")
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9_](?:[A-Za-z0-9._/+-]{0,253}[A-Za-z0-9._+-])?")
@@ -23,23 +25,31 @@ class SourceRef:
     """A folder, or a model of the Hub: one of `folder` and `repo` is set.
 
     `text` is what was written, `repo` is `org/name`, `revision` a branch, a tag or a commit; None is the default
-    branch.
+    branch. `take` is what `::weights` or `::adapter` behind it says, and no part of `text`.
     """
 
     text: str
     folder: Path | None = None
     repo: str | None = None
     revision: str | None = None
+    take: Literal["weights", "adapter"] | None = None
 
     @classmethod
     def parse(cls, text: str) -> SourceRef:
-        """Read a path, `org/name[@revision]` or `hf://org/name[@revision]`.
+        """Read a path, `org/name[@revision]` or `hf://org/name[@revision]`, with `::weights` or `::adapter` behind it.
 
         What exists as a path is one; `hf://` always means the Hub. Nothing is looked up there.
 
         Raises:
             UsageError: it can be neither.
         """
+        for take in _TAKES:
+            if text.endswith(f"::{take}") and not os.path.lexists(text):
+                return replace(cls._parse(text.removesuffix(f"::{take}")), take=take)
+        return cls._parse(text)
+
+    @classmethod
+    def _parse(cls, text: str) -> SourceRef:
         if text.startswith(_SCHEME):
             return _hub_ref(text, text.removeprefix(_SCHEME))
         if not text or "\0" in text:

@@ -83,13 +83,13 @@ def open_source(
 
         if offline or hub.is_offline():
             folder, commit = hub.cached_snapshot(ref, sink, hashed=False, cache_dir=cache_dir)
-            checkpoint = open_checkpoint(folder, id)
+            checkpoint = open_checkpoint(folder, id, take=ref.take)
         else:
             checkpoint, commit = read_remote_headers(ref, id, sink, token_env=token_env, cache_dir=cache_dir)
         _say_commit(ref, commit, sink)
         return replace(checkpoint, left_out=(), repo=ref.repo, revision=commit)
     found = resolve(ref, offline=offline, token_env=token_env, progress=sink, cache_dir=cache_dir)
-    checkpoint = open_checkpoint(found.folder, id)
+    checkpoint = open_checkpoint(found.folder, id, take=ref.take)
     if found.repo is None:
         return checkpoint
     return replace(checkpoint, left_out=(), repo=found.repo, revision=found.revision)

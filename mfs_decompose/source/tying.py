@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
+from typing import Literal
 
 from mfs_decompose.source.header import TensorSpec
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "embeddings", "shared")
 _HEADS = ("lm_head", "embed_out")
+_TEXT_CONFIGS = ("text_config", "language_config", "llm_config")  # what wrappers of language models call them
+
+
+def vocabulary_role(name: str) -> Literal["embedding", "head"] | None:
+    """What a tensor with a row for each token is, by its name; those grow and shrink between base and variant."""
+    module = _module(name)
+    return "embedding" if module in _EMBEDDINGS else "head" if module in _HEADS else None
 
 
 def find_tied_partner(
@@ -15,13 +24,17 @@ def find_tied_partner(
 ) -> TensorSpec | None:
     """The tensor of the base that does the work of `name`, which the base itself does not store.
 
-    A head finds the base's only embedding, an embedding the base's only head; None where there is no such tensor, more
-    than one, or a config that says that the two are not tied.
+    A head finds the base's only embedding, an embedding the base's only head; of several the one that is nearest in
+    the tree of modules. None where there is no such tensor, no nearest, or a config that says that the two are not
+    tied.
     """
-    wanted = _HEADS if _module(name) in _EMBEDDINGS else _EMBEDDINGS if _module(name) in _HEADS else ()
-    if not wanted or _tie_flag(base_config) is False:
+    role = vocabulary_role(name)
+    if role is None or _tie_flag(base_config) is False:
         return None
-    partners = [spec for other, spec in base_tensors.items() if _module(other) in wanted]
+    wanted = "head" if role == "embedding" else "embedding"
+    partners = [spec for other, spec in base_tensors.items() if vocabulary_role(other) == wanted]
+    nearest = max((_common_modules(name, spec.name) for spec in partners), default=0)
+    partners = [spec for spec in partners if _common_modules(name, spec.name) == nearest]
     return partners[0] if len(partners) == 1 else None
 
 
@@ -31,8 +44,14 @@ def _module(name: str) -> str | None:
     return parts[-2] if len(parts) >= 2 and parts[-1] == "weight" else None
 
 
+def _common_modules(one: str, other: str) -> int:
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def _tie_flag(config: Mapping[str, object]) -> object:
-    inner = config.get("text_config")
-    if isinstance(inner, dict) and "tie_word_embeddings" in inner:
-        return inner["tie_word_embeddings"]
+    for key in _TEXT_CONFIGS:
+        inner = config.get(key)
+        if isinstance(inner, dict) and "tie_word_embeddings" in inner:
+            return inner["tie_word_embeddings"]
     return config.get("tie_word_embeddings")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from mfs_decompose.errors import SourceIncompatible, SourceNotFound
 from mfs_decompose.source.folder import MAX_SIDECAR_BYTES, WEIGHT_INDEX, Folder, require_plain_name, resolve_inside
@@ -16,8 +18,54 @@ _SINGLE = "model.safetensors"
 _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-(?!00000)([0-9]{5})\.safetensors")
 _OTHER_FORMATS = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER_WEIGHTS = re.compile(r"adapter_model.*\.safetensors")
+Take = Literal["weights", "adapter"]
+"""Which of the two is meant where a folder holds both."""
+
+_ADAPTER_WEIGHTS = re.compile(r"adapter_model(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+_ADAPTER_PICKLE = "adapter_model.bin"
 _FETCH = "Download or copy the checkpoint again."
+
+
+def choose_contents(folder: Folder, take: Take | None) -> tuple[Folder, bool]:
+    """The folder as if it held only what is meant, and whether that is an adapter; the rest becomes `others`.
+
+    Raises:
+        SourceNotFound: what `take` asks for is not there, or only one half of an adapter is.
+        SourceIncompatible: weights and an adapter are there and nothing says which is meant, or an adapter is there
+            only as a pickle.
+    """
+    configs = tuple(sidecar for sidecar in folder.sidecars if sidecar.name == ADAPTER_CONFIG)
+    parts = [name for name in folder.weights if _ADAPTER_WEIGHTS.fullmatch(name)]
+    whole = [name for name in folder.weights if name not in parts]
+    has_adapter = bool(configs) and bool(parts or _ADAPTER_PICKLE in folder.others)
+    has_weights = bool(whole) or folder.index is not None
+    if has_adapter and has_weights and take is None:
+        raise SourceIncompatible(
+            f"expected one model in {folder.root}, found whole weights ({(whole or [WEIGHT_INDEX])[0]}) and an adapter "
+            f"({(parts or [_ADAPTER_PICKLE])[0]})",
+            hint="Say which is meant: append ::weights or ::adapter to the reference.",
+        )
+    if (parts or configs) and not has_weights and not has_adapter:
+        there, lacking = (ADAPTER_CONFIG, "adapter_model.safetensors") if configs else (parts[0], ADAPTER_CONFIG)
+        raise SourceNotFound(f"an adapter without {lacking}: {folder.root} has only {there}", hint=_FETCH)
+    if take is not None and not (has_adapter if take == "adapter" else has_weights):
+        wanted, found = ("an adapter", "none") if take == "adapter" else ("whole weights", "an adapter")
+        raise SourceNotFound(
+            f"expected {wanted} in {folder.root}, found {found if has_adapter or has_weights else 'nothing'}",
+            hint=f"Leave ::{take} out, or give another folder.",
+        )
+    if has_adapter and take != "weights":
+        if not parts:
+            raise SourceIncompatible(
+                f"expected the adapter of {folder.root} as safetensors, found {_ADAPTER_PICKLE}, a pickle",
+                hint="Load it in PEFT (PeftModel.from_pretrained) and save it again (save_pretrained).",
+            )
+        index = () if folder.index is None else (folder.index.name,)
+        others = tuple(sorted({*folder.others, *whole, *index}))
+        return replace(folder, weights=tuple(parts), index=None, others=others), True
+    sidecars = tuple(sidecar for sidecar in folder.sidecars if sidecar.name != ADAPTER_CONFIG)
+    others = tuple(sorted({*folder.others, *parts, *(config.name for config in configs)}))
+    return replace(folder, weights=tuple(whole), sidecars=sidecars, others=others), False
 
 
 def read_weight_map(folder: Folder) -> dict[str, str] | None:
@@ -58,15 +106,14 @@ def choose_shards(folder: Folder, weight_map: Mapping[str, str] | None) -> tuple
 
     Raises:
         SourceNotFound: there are no weights, or a shard is missing.
-        SourceIncompatible: only an adapter is there, or nothing says which of several files are meant.
+        SourceIncompatible: nothing says which of several files are meant.
     """
     if weight_map is not None:
         return _indexed_shards(folder, weight_map)
-    has_adapter = any(sidecar.name == ADAPTER_CONFIG for sidecar in folder.sidecars)
-    names = [name for name in folder.weights if not (has_adapter and _ADAPTER_WEIGHTS.fullmatch(name))]
+    names = list(folder.weights)
     names = [name for name in names if not name.startswith("consolidated")] or names
     if not names:
-        raise _adapter(folder) if has_adapter else _no_weights(folder)
+        raise _no_weights(folder)
     if _SINGLE in names:
         return (_SINGLE,)
     series = {(match[1], match[3]) if (match := _NUMBERED.fullmatch(name)) else (name, "") for name in names}
@@ -127,13 +174,6 @@ def _require(folder: Folder, shards: Sequence[str]) -> None:
             f"{first_few(missing)} missing",
             hint=_FETCH,
         )
-
-
-def _adapter(folder: Folder) -> SourceIncompatible:
-    return SourceIncompatible(
-        f"expected a whole checkpoint, found an adapter: {folder.root}",
-        hint="This version does not read adapters: merge it into its base (merge_and_unload in PEFT) and save that.",
-    )
 
 
 def _no_weights(folder: Folder) -> SourceNotFound:

@@ -109,6 +109,14 @@ RESULT = {
     "noise_kl": (float, NULL),
     "noise_ln_ppl": (float, NULL),
 }
+STOPS = {
+    "ids": list,
+    "sources": [{"file": str, "key": str, "ids": list, "token": (str, NULL)}],
+    "warnings": list,
+}
+_SIDE = {"ref": str, "kind": str, "tensors": int, "bytes": int, "dtypes": MAP, "left_out": list}
+_CHANGES = {"changes": list, "noise": list}
+_NAMES = {"only_a": list, "only_b": list, "changed": list}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "mfs.decompose/1": {
         "artifact": str,
@@ -149,6 +157,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
                 "exact_tensors": int,
                 "missing": int,
                 "left_out": list,
+                "config_changes": list,
+                "stop_ids": STOPS,
             }
         ],
         "base": {"mode": str, "store": str, "bytes": int},
@@ -159,6 +169,86 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tool": MAP,
         "platform": MAP,
         "recipe": MAP,
+    },
+    "mfs.diff/1": {
+        "equal": bool,
+        "a": _SIDE,
+        "b": _SIDE,
+        "weights_compared": bool,
+        "tensors": {
+            "only_a": list,
+            "only_b": list,
+            "equal": int,
+            "unknown": int,
+            "rel": (float, NULL),
+            "changes": [
+                {
+                    "tensor": str,
+                    "verdict": str,
+                    "dtype_a": str,
+                    "dtype_b": str,
+                    "shape_a": list,
+                    "shape_b": list,
+                    "compared": (int, NULL),
+                    "changed": (int, NULL),
+                    "max_abs": (float, NULL),
+                    "rel": (float, NULL),
+                    "cosine": (float, NULL),
+                    "nonfinite": (int, NULL),
+                }
+            ],
+            "original": (str, NULL),
+        },
+        "config": _CHANGES,
+        "generation_config": _CHANGES,
+        "adapter_config": _CHANGES,
+        "tokenizer": {
+            "equal": bool,
+            "vocabulary": {
+                "a": int,
+                "b": int,
+                "only_a": int,
+                "only_b": int,
+                "moved": int,
+                "only_a_first": list,
+                "only_b_first": list,
+                "moved_first": list,
+            },
+            "special": list,
+            "added": list,
+            "merges": (MAP, NULL),
+            "templates": [{"name": str, "in_a": bool, "in_b": bool, "diff": list}],
+            "settings": list,
+            "pipeline": list,
+        },
+        "stop_ids": {"a": STOPS, "b": STOPS},
+        "files": [
+            {"file": str, "kind": str, "size_a": (int, NULL), "size_b": (int, NULL), "understood": bool},
+        ],
+        "problems": [{"side": str, "file": str, "what": str}],
+    },
+    "mfs.diff-artifacts/1": {
+        "equal": bool,
+        "a": {"ref": str, "artifact_digest": str},
+        "b": {"ref": str, "artifact_digest": str},
+        "base": {"tensors": _NAMES, "files": _NAMES},
+        "only_a": list,
+        "only_b": list,
+        "variants": [
+            {
+                "id": str,
+                "equal": bool,
+                "originals": _NAMES,
+                "restored": _NAMES,
+                "stored": _NAMES,
+                "files": _NAMES,
+                "bytes_a": int,
+                "bytes_b": int,
+                "rel_error_a": (float, NULL),
+                "rel_error_b": (float, NULL),
+            }
+        ],
+        "made": list,
     },
     "mfs.verify/1": {
         "ok": bool,

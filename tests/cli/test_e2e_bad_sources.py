@@ -112,7 +112,7 @@ BROKEN: list[tuple[Callable[[Path], Path], int, list[str], str]] = [
     (silent_index, 11, ["does not list model.norm.weight", "found in model-"], "Download or copy"),
     (web_page, 12, ["expected a safetensors file, found an HTML page", SHARD], "Download the file again, logged in"),
     (pointer, 12, ["expected a safetensors file, found a Git LFS pointer", SHARD], "`git lfs pull`"),
-    (adapter, 12, ["expected a whole checkpoint, found an adapter"], "merge_and_unload"),
+    (adapter, 12, ["expected lora_A and lora_B for a in", "found lora_A only"], "The adapter is incomplete"),
     (other_widths, 12, ["another architecture than the base", "0 of 2 tensors align", "up_proj"], "Give the base that"),
 ]
 

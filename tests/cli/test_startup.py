@@ -34,7 +34,7 @@ def test_the_group_alone_imports_nothing_heavy(words: tuple[str, ...], code: int
     actual, modules, said = run(*words)
     assert (actual, modules & HEAVY) == (code, set())
     assert said
-    commands = {"decompose", "restore", "verify", "inspect", "eval", "demo"}
+    commands = {"decompose", "restore", "verify", "inspect", "diff", "eval", "demo"}
     assert not {f"mfs_decompose.cli.{name}" for name in commands} & modules
 
 

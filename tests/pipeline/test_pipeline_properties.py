@@ -61,11 +61,22 @@ def longer(tensors: Tensors, name: str, rows: int) -> Tensors:
     return {**tensors, name: torch.cat([own, new])} if own.dim() > 1 and rows else tensors
 
 
+def partly(tensors: Tensors, base: Tensors) -> Tensors:
+    """Every second slice of a stack as in the base, and every fifth with an infinity."""
+    found = {name: weight.clone() for name, weight in tensors.items()}
+    for name, weight in found.items():
+        if weight.dim() == 3:
+            weight[::2] = base[name][::2]
+            weight[::5, 0, 0] = math.inf
+    return found
+
+
 def check(root: Path, id: str, original: Tensors, base: Tensors, rel_error: float) -> None:
     _, served = back(root / "art", id, root / f"{id}-32", dtype="float32")
     assert served.keys() == original.keys()
-    found = measured_error(original, base, served)
-    assert found == pytest.approx(rel_error, rel=2e-6, abs=1e-7)
+    if all(bool(torch.isfinite(weight).all()) for weight in original.values()):
+        found = measured_error(original, base, served)
+        assert found == pytest.approx(rel_error, rel=2e-6, abs=1e-7)
     restored, weights = back(root / "art", id, root / f"{id}-out")
     assert restored.checked
     for name, tensor in record(root / "art", id)["tensors"].items():
@@ -84,6 +95,7 @@ def check(root: Path, id: str, original: Tensors, base: Tensors, rel_error: floa
     st.sampled_from([150, 900, 10**9]),
     st.integers(0, 3),
     st.sampled_from([300, 10**6]),
+    st.booleans(),
 )
 def test_any_family_under_any_budget(
     shapes: list[tuple[int, ...]],
@@ -93,10 +105,12 @@ def test_any_family_under_any_budget(
     shard_size: int,
     rows: int,
     block: int,
+    sparsely: bool,
 ) -> None:
     base = drawn(shapes, dtype)
     first = min(base)
-    sources = {"one": moved(base, 1), "two": longer(moved(base, 2), first, rows)}
+    one = partly(moved(base, 1), base) if sparsely else moved(base, 1)
+    sources = {"one": one, "two": longer(moved(base, 2), first, rows)}
     recipe = {**codec, "objective.budget": f"{percent}%", "output.shard_size": shard_size}
     with folder() as root, pytest.MonkeyPatch.context() as patch:
         for module in (units, reading, survey):

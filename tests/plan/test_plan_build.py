@@ -45,7 +45,13 @@ def test_matrices_get_the_lossy_codec_and_vectors_are_raw() -> None:
         (("BF16", (20, 30)), ("BF16", (20, 30)), "lowrank", (20, 30)),
         (("F32", (20, 30)), ("BF16", (20, 30)), "lowrank", (20, 30)),
         (("BF16", (7, 30)), ("BF16", (7, 30)), "raw", None),  # too thin to be worth a factorisation
-        (("BF16", (3, 10, 12)), ("BF16", (3, 10, 12)), "lowrank", (30, 12)),
+        (("BF16", (3, 10, 12)), ("BF16", (3, 10, 12)), "lowrank", (10, 12)),  # three matrices
+        (("BF16", (3, 10, 12)), ("BF16", (1, 10, 12)), "lowrank", (10, 12)),
+        (("BF16", (16, 1, 12)), ("BF16", (16, 1, 12)), "lowrank", (16, 12)),  # slices too thin, the whole is not
+        (("BF16", (16, 12, 1)), ("BF16", (16, 12, 1)), "raw", None),
+        (("BF16", (16, 12, 3)), ("BF16", (16, 12, 3)), "raw", None),
+        (("I8", (3, 10, 12)), ("I8", (3, 10, 12)), "raw", None),
+        (("BF16", (3, 0, 12)), ("BF16", (3, 0, 12)), "raw", None),
         (("BF16", (20, 3, 4, 2)), ("BF16", (20, 3, 4, 2)), "lowrank", (20, 24)),
         (("I32", (20, 30)), ("I32", (20, 30)), "raw", None),
         (("F8_E4M3", (20, 30)), ("F8_E4M3", (20, 30)), "raw", None),

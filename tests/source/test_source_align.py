@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from alignment_proof import prove_coverage
 from checkpoints import Family, fine_tune, make_llama
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mfs_decompose.errors import SourceIncompatible
-from mfs_decompose.source.align import Alignment, Member, TensorGroup, align, comparable, mean_base_tensors
+from mfs_decompose.source.align import (
+    Member,
+    align,
+    align_mean,
+    comparable,
+    mean_base_tensors,
+)
 from mfs_decompose.source.checkpoint import Checkpoint, open_checkpoint
 from mfs_decompose.source.header import TensorInfo, TensorSpec
 
@@ -46,41 +52,6 @@ def only_member(base: Shapes, other: Shapes, name: str, config: dict[str, object
     (group,) = (group for group in found.groups if group.name == name)
     (member,) = group.members
     return member
-
-
-def prove_coverage(found: Alignment, base: Mapping[str, TensorSpec], variants: list[Checkpoint]) -> None:
-    """Every tensor of every source in exactly one group."""
-    names = [group.name for group in found.groups]
-    assert names == sorted(set(names))
-    assert found.variants == tuple(sorted(checkpoint.id for checkpoint in variants))
-    assert Counter(group.name for group in found.groups if group.base_name == group.name) == Counter(list(base))
-    for checkpoint in variants:
-        held = {
-            group.name: member.spec
-            for group in found.groups
-            for member in group.members
-            if member.variant == checkpoint.id and member.spec
-        }
-        assert held == {name: info.spec for name, info in checkpoint.tensors.items()}
-    for group in found.groups:
-        ids = [member.variant for member in group.members]
-        assert ids == sorted(set(ids))
-        for member in group.members:
-            check_member(group, member)
-
-
-def check_member(group: TensorGroup, member: Member) -> None:
-    if member.kind == "missing_in_variant":
-        assert (member.spec, member.common_rows, group.base_name) == (None, 0, group.name)
-        return
-    assert member.spec is not None
-    if member.kind == "only_in_variant":
-        assert member.common_rows == 0
-        return
-    assert group.base is not None
-    assert member.common_rows == min(group.base.rows, member.spec.rows)
-    assert (member.kind == "same") == (group.base_name == group.name and group.base.shape == member.spec.shape)
-    assert (member.kind == "tied") == (group.base_name != group.name)
 
 
 class TestKinds:
@@ -258,8 +229,20 @@ class TestRefusal:
         with pytest.raises(SourceIncompatible, match=r"1 of 1 tensors align, 20 %"):
             align(specs({"a": (10, 3)}), [variant("v", {"a": (50, 3)})], {})
 
+    def test_no_match_at_all_is_refused_whatever_the_bytes(self) -> None:
+        with pytest.raises(SourceIncompatible, match=r"0 of 1 tensors align, 0 % of its bytes; 1 do not"):
+            align(specs({}), [variant("v", {"a": (0, 3)})], {})
+
     def test_no_bytes_at_all(self) -> None:
-        assert align(specs({}), [variant("v", {"a": (0, 3)})], {}).groups[0].members[0].kind == "only_in_variant"
+        assert align(specs({"a": (0, 3)}), [variant("v", {"a": (0, 3)})], {}).groups[0].members[0].kind == "same"
+
+    def test_matched_and_unmatched_are_counted(self) -> None:
+        base = specs({"model.a.weight": (5, 3), "model.b.weight": (9, 3)})
+        with pytest.raises(
+            SourceIncompatible, match=r"1 of 3 tensors align, 13\.2 % of its bytes; 2 do not, among"
+        ) as caught:
+            align(base, [variant("v", {"model.a.weight": (5, 3), "x.q": (11, 3), "x.r": (22, 3)})], {})
+        assert caught.value.exit_code == 12
 
     def test_long_names_are_cut(self) -> None:
         with pytest.raises(SourceIncompatible) as caught:
@@ -358,4 +341,5 @@ def test_any_sources_are_covered(base: Shapes, others: list[Shapes], tie: bool |
     assert found == align(base_specs, variants[::-1], {"tie_word_embeddings": tie})
     mean = mean_base_tensors(variants)
     prove_coverage(align(mean, variants, {}), mean, variants)
+    assert align_mean(variants) == (mean, align(mean, variants, {}))
     assert mean == mean_base_tensors(variants[::-1])

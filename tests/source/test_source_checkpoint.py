@@ -131,11 +131,11 @@ class TestWhatIsTaken:
         save_file({"w": torch.ones(3)}, single / "model.fp16.safetensors")
         assert open_checkpoint(single, "x").left_out == ("model.fp16.safetensors",)
 
-    def test_an_adapter_beside_whole_weights_is_left_out(self, tmp_path: Path) -> None:
+    def test_an_adapter_beside_the_weights_that_are_asked_for(self, tmp_path: Path) -> None:
         random_checkpoint(tmp_path, {"w": torch.ones(3)})
         save_file({"a": torch.ones(3)}, tmp_path / "adapter_model.safetensors")
         (tmp_path / "adapter_config.json").write_text("{}")
-        found = open_checkpoint(tmp_path, "x")
+        found = open_checkpoint(tmp_path, "x", take="weights")
         assert found.left_out == ("adapter_config.json", "adapter_model.safetensors")
         assert (list(found.tensors), found.sidecars) == (["w"], ())
 
@@ -272,13 +272,6 @@ class TestWhatIsUnsafe:
         for name in ("model-00000-of-00000.safetensors", "b.safetensors"):
             save_file({"t4": torch.ones(3)}, tmp_path / name)
         refuse(SourceIncompatible, tmp_path, "expected one set of weights")
-
-    @pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin"])
-    def test_an_adapter(self, tmp_path: Path, weights: str) -> None:
-        (tmp_path / "adapter_config.json").write_text("{}")
-        save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(3)}, tmp_path / weights)
-        error = refuse(SourceIncompatible, tmp_path, "expected a whole checkpoint, found an adapter")
-        assert "merge" in (error.hint or "")
 
     @pytest.mark.parametrize(
         ("content", "gist"),

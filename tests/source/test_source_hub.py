@@ -197,9 +197,15 @@ class TestWhatIsNotACheckpoint:
         error = self.refused(hub, files, SourceNotFound)
         assert "found unet/model.safetensors, vae/model.safetensors" in error.message
 
-    def test_an_adapter(self, hub: HubStub) -> None:
-        files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
-        assert "found an adapter" in self.refused(hub, files, SourceIncompatible).message
+    def test_an_adapter_beside_whole_weights(self, hub: HubStub) -> None:
+        files = model_files(shards=1) | {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
+        error = self.refused(hub, files, SourceIncompatible)
+        assert "found whole weights (model.safetensors) and an adapter (adapter_model.safetensors)" in error.message
+        assert "::adapter" in (error.hint or "")
+
+    def test_an_adapter_as_a_pickle(self, hub: HubStub) -> None:
+        files = {"adapter_config.json": b"{}", "adapter_model.bin": b"x"}
+        assert "found adapter_model.bin, a pickle" in self.refused(hub, files, SourceIncompatible).message
 
     def test_a_shard_that_is_not_listed(self, hub: HubStub) -> None:
         files = model_files(shards=3)

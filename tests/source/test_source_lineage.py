@@ -61,6 +61,40 @@ def near(tensors: Tensors, seed: int) -> Tensors:
     }
 
 
+def wrapped(folder: Path, tensors: Tensors) -> Path:
+    return random_checkpoint(folder, {f"inner.{name}": weight for name, weight in tensors.items()})
+
+
+class TestUnderOtherNames:
+    """The groups say which tensor of the base a variant's is: lineage goes by that, not by names."""
+
+    def test_against_a_base(self, tmp_path: Path) -> None:
+        base = random_checkpoint(tmp_path / "base", drawn(1))
+        plain, other = (
+            random_checkpoint(tmp_path / "plain", near(drawn(1), 2)),
+            wrapped(tmp_path / "w", near(drawn(1), 2)),
+        )
+        found, readers = measure(base, [plain, other])
+        assert (found["w"].cosine, found["w"].relative_distance) == (
+            found["plain"].cosine,
+            found["plain"].relative_distance,
+        )
+        assert readers[0].bytes_read == readers[1].bytes_read == readers[2].bytes_read > 0
+
+    def test_a_stranger_in_a_wrapper(self, tmp_path: Path) -> None:
+        base = random_checkpoint(tmp_path / "base", drawn(1))
+        with pytest.raises(SourceIncompatible, match=r"found 'w' \(cosine"):
+            measure(base, [wrapped(tmp_path / "w", drawn(5))])
+
+    def test_against_each_other(self, tmp_path: Path) -> None:
+        folders = [random_checkpoint(tmp_path / "a", near(drawn(1), 3)), wrapped(tmp_path / "b", near(drawn(1), 4))]
+        same = [folders[0], random_checkpoint(tmp_path / "c", near(drawn(1), 4))]
+        (found, readers), (expected, _) = measure(None, folders), measure(None, same)
+        assert found["b"].cosine == expected["c"].cosine > 0.9
+        assert found["a"] == expected["a"]
+        assert readers[0].bytes_read == readers[1].bytes_read > 0
+
+
 class TestAgainstABase:
     def test_fine_tunes_pass(self, family: Family, untied_family: Family) -> None:
         for chosen in (family, untied_family):

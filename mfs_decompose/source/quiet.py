@@ -1,4 +1,4 @@
-"""Keep transformers from talking while it loads: progress and warnings are the command line's."""
+"""Keep transformers from talking while it builds or loads: progress and warnings are the command line's."""
 
 from __future__ import annotations
 

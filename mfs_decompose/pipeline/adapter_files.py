@@ -1,0 +1,43 @@
+"""The files beside the weights of an adapter's merge: the base's, with what the adapter brings and changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mfs_decompose.artifact.records import SourceRecord
+
+_ADAPTERS_OWN = frozenset({"adapter_config.json"})
+_OF_ONE_FOLDER = frozenset({"README.md"})
+"""Describes the folder it lies in, and no merge of two."""
+
+
+def files_of_merge(base: SourceRecord, adapter: SourceRecord) -> dict[str, str]:
+    """Name and digest of each file: a tokenizer, chat template or stop id of the adapter's goes before the base's."""
+    found = {**base.files, **adapter.files}
+    return {name: found[name] for name in names_of_merge(found)}
+
+
+def names_of_merge(names: Iterable[str]) -> list[str]:
+    """Those of the files of both that belong beside the merge, sorted."""
+    return sorted(name for name in names if name not in _ADAPTERS_OWN | _OF_ONE_FOLDER)
+
+
+def change_config(config: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str, Any]:
+    """The config with some keys changed; objects are merged, all else is replaced."""
+    changed = dict(config)
+    for key, value in changes.items():
+        own = changed.get(key)
+        changed[key] = change_config(own, value) if isinstance(own, dict) and isinstance(value, Mapping) else value
+    return changed
+
+
+def as_float32(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with the dtype of the weights beside it: transformers would round them to what stands there."""
+    return config | {"torch_dtype" if "torch_dtype" in config else "dtype": "float32"}
+
+
+def dump_config(config: Mapping[str, Any]) -> bytes:
+    """The bytes of a config.json."""
+    return (json.dumps(config, indent=2) + "\n").encode()

@@ -1,0 +1,82 @@
+"""What a user should know about an adapter on its base, one sentence each."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from mfs_decompose.errors import SourceIncompatible
+from mfs_decompose.source.adapter_attach import Attacher
+from mfs_decompose.source.checkpoint import Checkpoint, read_sidecar
+from mfs_decompose.source.naming import first_few
+
+_QUANTISED_NAME = re.compile(r"(?i)(^|[-_./])(bnb|[48]-?bit|nf4|fp4|int[48]|gptq|awq)([-_./]|$)")
+_QUANTISED_CARD = re.compile(r"load_in_([48])bit\W{1,4}true", re.IGNORECASE)
+_MAX_CARD = 2**20
+
+
+def describe(
+    attached: Attacher, adapter: Checkpoint, base: Checkpoint, changed: Sequence[str], *, apart: bool
+) -> tuple[str, ...]:
+    """The notes of one adapter, the count of changed tensors first."""
+    notes = [f"adapter: changes {len(changed)} of the base's {len(base.tensors)} tensors"]
+    ways = Counter(attached.names.ways.values())
+    if ways["renamed"]:
+        total = sum(ways.values())
+        notes.append(f"adapter: {ways['renamed']} of {total} names match under another prefix: {attached.names.rule}")
+    if ways["mapped"]:
+        notes.append(f"adapter: {ways['mapped']} names found in the base by the architecture's own map of its weights")
+    if attached.new:
+        notes.append(f"adapter: brings {first_few(sorted(attached.new))}, which the base lacks")
+    if apart:
+        notes.append("adapter: embeddings and head differ from now on, stored apart (tie_word_embeddings false)")
+    if attached.keys.copies:
+        notes.append(f"adapter: {len(attached.keys.copies)} tensors of its file are copies and not used")
+    notes.extend(_incomplete(attached, base))
+    notes.extend(_quantised(attached.config.trained_on, adapter))
+    return tuple(notes)
+
+
+def _incomplete(attached: Attacher, base: Checkpoint) -> list[str]:
+    """Biases that were trained and are not there: PEFT before 0.21.2 did not save those of bias="lora_only"."""
+    bias = attached.config.bias
+    if bias == "none" or any(name.endswith(".bias") for name in attached.keys.whole):
+        return []
+    targets = {module for module, _ in attached.keys.factors}
+    lacking = [name for name in base.tensors if name.endswith(".bias") and (bias == "all" or _targets(name, targets))]
+    if not lacking:
+        return []
+    return [
+        f"adapter: incomplete, its config says that biases were trained (bias={bias!r}), and its file has none; "
+        f"{len(lacking)} keep the base's values: {first_few(lacking)}"
+    ]
+
+
+def _targets(name: str, modules: set[str]) -> bool:
+    module = name.removesuffix(".bias")
+    return module in modules or any(
+        module.endswith("." + target) or target.endswith("." + module) for target in modules
+    )
+
+
+def _quantised(trained_on: str, adapter: Checkpoint) -> list[str]:
+    reason = f"it names {trained_on[:100]!r}" if _QUANTISED_NAME.search(trained_on) else _card(adapter)
+    if not reason:
+        return []
+    return [
+        f"adapter: trained on a quantised base ({reason}); on these weights it computes something slightly else, "
+        "which can matter as much as the adapter itself"
+    ]
+
+
+def _card(adapter: Checkpoint) -> str:
+    card = next((sidecar for sidecar in adapter.sidecars if sidecar.name == "README.md"), None)
+    if card is None or card.size > _MAX_CARD:
+        return ""
+    try:
+        text = read_sidecar(adapter, card).decode("utf-8", "replace")
+    except SourceIncompatible:  # of a model of the Hub whose files are not there yet: a dry run
+        return ""
+    found = _QUANTISED_CARD.search(text)
+    return f"its README.md says load_in_{found[1]}bit" if found else ""
