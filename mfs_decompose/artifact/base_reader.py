@@ -11,6 +11,7 @@ from mfs_decompose.artifact.records import BaseRecord
 from mfs_decompose.artifact.shard_reader import check_base_shard, check_base_tensors, read_header
 from mfs_decompose.errors import ArtifactInvalid, SourceIncompatible, SourceNotFound
 from mfs_decompose.source.checkpoint import Checkpoint, TensorReader
+from mfs_decompose.source.ref import SourceRef
 from mfs_decompose.source.resolve import open_source
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def open_referenced_base(base: BaseRecord, given: str | None, hint: str | None) 
     """
     source = base.source
     pinned = f"hf://{source.repo}@{source.revision}" if source is not None and source.repo else None
-    root = given or (hint if hint is not None and Path(hint).is_dir() else pinned)
+    root = given or (hint if hint is not None and _is_there(hint) else pinned)
     if root is None:
         wanted = _describe(base)
         raise SourceNotFound(
@@ -129,6 +130,11 @@ def open_referenced_base(base: BaseRecord, given: str | None, hint: str | None) 
                 hint="pass the base this artifact was made against with --base REF",
             )
     return BaseReader(base, checkpoint)
+
+
+def _is_there(hint: str) -> bool:
+    folder = SourceRef.parse(hint).folder
+    return folder is not None and folder.is_dir()
 
 
 def _describe(base: BaseRecord) -> str:

@@ -51,6 +51,7 @@ EXIT_SIGTERM = 128 + signal.SIGTERM
 # What the shell reports of a program that a closed pipe ended.
 EXIT_BROKEN_PIPE = 128 + 13
 
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory")  # torch says so in a RuntimeError
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # Sources and artifacts are checked where they are read: what is left comes from writing.
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -194,7 +195,7 @@ def _told(error: BaseException, words: Sequence[str], resumes: bool) -> MfsError
         return ResourceShortage(f"no space left on the disk{where}", hint="free some space and run the command again")
     if isinstance(error, OSError) and error.errno in _NOT_ALLOWED and error.filename:
         return OutputBusy(f"no access to {error.filename}: {error.strerror}", hint="choose another place")
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
         return ResourceShortage("not enough memory", hint="give --max-ram less, or the machine more")
     words_of_it = " ".join(str(error).split()) or "no message"
     return MfsError(

@@ -45,6 +45,7 @@ OPTION_OF = {
     "output.shard_size": "--shard-size",
     "limits.max_ram": "--max-ram",
     "limits.max_disk": "--max-disk",
+    "deltas.keep_exact": "--keep-exact",
 }
 
 Variants = Annotated[
@@ -88,7 +89,23 @@ def command(
     base_store: Annotated[
         str | None, _plan("--base-store", "HOW", "copy, reference or hardlink; copy by default.")
     ] = None,
-    codec: Annotated[str | None, _plan("--codec", "NAME", "lowrank (default), sparse, lossless or raw.")] = None,
+    codec: Annotated[
+        str | None,
+        _plan(
+            "--codec",
+            "NAME",
+            "lowrank (default), sparse, sign, ternary, kbit, deadzone, rowsparse; exact: lossless, lora-exact, raw.",
+        ),
+    ] = None,
+    keep_exact: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-exact/--no-keep-exact",
+            show_default=False,
+            help="Store what a lossy codec gets wrong as well, beside the budget: all bits come back.",
+            rich_help_panel=PLAN,
+        ),
+    ] = None,
     budget: Annotated[
         str | None, _plan("--budget", "5%|80MB", "Cap for each variant, all bytes counted; 5% by default.")
     ] = None,
@@ -135,6 +152,7 @@ def command(
       mfs decompose --base ./base --variants math=./math code=./code --out art
       mfs decompose --base ./base --variants ./math --out art --budget 3% --dry-run
       mfs decompose --base ./base --variants ./math --out art --codec lossless
+      mfs decompose --base ./base --variants lora=./tuned-lora --out art
       mfs decompose --base ./base --variants ./math --out art --rank 16 --dry-run --save-plan plan.json
       mfs decompose --plan plan.json --out art
     """
@@ -145,7 +163,7 @@ def command(
         raise UsageError("--save-plan needs --dry-run", hint="Add --dry-run; --plan FILE runs the plan afterwards.")
     if save_plan is not None:
         check_place(save_plan)
-    values = (base_mode, base_store, codec, budget, rank, density, seed, shard_size, max_ram, max_disk)
+    values = (base_mode, base_store, codec, budget, rank, density, seed, shard_size, max_ram, max_disk, keep_exact)
     options = {key: value for key, value in zip(OPTION_OF, values, strict=True) if value is not None}
     overrides = parse_set(sets or []) | options
     refs = named_refs(variants or [], "--variants")

@@ -42,7 +42,7 @@ def dry_run(output: Output, request: DecomposeRequest, origins: Mapping[str, str
     if output.verbosity > 0:
         output.table(("key", "value", "from"), shown_origins(request.recipe, origins))
         output.line()
-    _show_plan(output, document, prepared.notes)
+    _show_plan(output, document, (*prepared.notes, *prepared.warnings))
     if shortage is not None:
         raise shortage
     if plan_file is None:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mfs_decompose.cli.options import ArtifactArgument, VariantOption, output_of
+from mfs_decompose.cli.options import (
+    OUTPUT,
+    ArtifactArgument,
+    BaseOption,
+    DeviceOption,
+    OfflineFlag,
+    OriginalsOption,
+    ThreadsOption,
+    VariantOption,
+    named_refs,
+    output_of,
+)
 
 
 def command(
@@ -16,6 +28,27 @@ def command(
     top: Annotated[
         int, typer.Option("--top", min=1, metavar="N", help="With --variant: this many tensors, largest first.")
     ] = 20,
+    spectrum: Annotated[
+        bool, typer.Option("--spectrum", help="Read the weights: which kind of change each variant is, and why.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option("--tensors", metavar="GLOB", help="With --spectrum: only tensors of such names.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="With --spectrum: folder to write plots to, as SVG.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    originals: OriginalsOption = None,
+    base: BaseOption = None,
+    offline: OfflineFlag = False,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
 ) -> None:
     """Show what an artifact holds: bytes, recorded errors, codecs, configs; with --variant, tensor by tensor.
 
@@ -23,10 +56,42 @@ def command(
     behaviour: `mfs eval` is. Stop ids are all those that any file of a variant names; a warning says where the files
     contradict each other.
 
+    With --spectrum the weights are read instead, of the original where it is at hand and else of what is stored. Each
+    family of tensors gets its class: identical, lora (few directions explain all but rounding noise), sparse (few
+    weights changed), concentrated (few directions hold much of the energy) or flat; then its effective rank, how many
+    directions hold 50, 90 and 99 % of the energy, the share of unchanged weights, and how much is rounding noise.
+
     Examples:
       mfs inspect art
       mfs inspect art --variant math --top 50
+      mfs inspect art --spectrum --out plots
+      mfs inspect art --spectrum --variant math --tensors '*_proj.weight'
     """
+    if spectrum:
+        from mfs_decompose.cli.inspect_spectrum import show_spectrum
+        from mfs_decompose.pipeline.spectra import SpectraRequest
+
+        request = SpectraRequest(
+            artifact=artifact,
+            variants=None if variant is None else (variant,),
+            tensors=only,
+            originals=named_refs(originals or (), "--originals"),
+            base=base,
+            offline=offline,
+            device=device,
+            threads=threads,
+        )
+        show_spectrum(output_of(ctx), request, out, None if variant is None else top)
+        return
+    from mfs_decompose.cli.inspect_spectrum import refuse_without_spectrum
+
+    given = {"--tensors": only, "--out": out, "--originals": originals, "--base": base, "--offline": offline}
+    refuse_without_spectrum({**given, "--device": device != "auto", "--threads": threads})
+    _show(ctx, artifact, variant, top)
+
+
+def _show(ctx: typer.Context, artifact: Path, variant: str | None, top: int) -> None:
+    """What the manifest says."""
     from mfs_decompose.cli.inspect_settings import show_settings
     from mfs_decompose.pipeline.inspect import inspect, inspect_tensors
     from mfs_decompose.units import format_bytes, format_fraction

@@ -13,6 +13,7 @@ from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.source.dtypes import item_size, torch_dtype
 
 _NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int32: "I32", torch.bfloat16: "BF16"}
+_NAMES |= {torch.float16: "F16", torch.float32: "F32"}  # of fits in scratch
 
 
 def tensor_bytes(values: torch.Tensor) -> bytes:

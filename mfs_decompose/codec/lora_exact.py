@@ -14,7 +14,7 @@ from mfs_decompose.codec.base import Emit, Rows
 from mfs_decompose.codec.corrected import encode_corrected, with_child
 from mfs_decompose.codec.fixed import encode_fixed
 from mfs_decompose.codec.tree import CodecNode
-from mfs_decompose.linalg.boxes import has_boxes, share_outside
+from mfs_decompose.linalg.boxes import delta_boxes, has_boxes, share_outside
 from mfs_decompose.linalg.deround import Pair, deround
 from mfs_decompose.linalg.fixed_point import FixedFactors, quantise_fixed
 from mfs_decompose.linalg.margins import Merge
@@ -23,7 +23,7 @@ from mfs_decompose.source.header import TensorSpec
 
 MAX_RANK = 128
 MAX_ELEMENTS = 1 << 26
-"""A fit holds about 16 bytes an element; larger matrices are not tried."""
+"""A fit holds about 24 bytes an element, both matrices included; larger matrices are not tried."""
 
 _TWICE_STEPS = 5
 
@@ -55,7 +55,8 @@ def fit_lora_exact(
         return None
     error = least_error(problem, rank)
     pair = deround(problem.low, problem.high, start, cooling(first_tau(problem), error))
-    pair, merge = _rounded_twice(own_OI, base_OI, pair, share_outside(problem.low, problem.high, *pair), key, error)
+    outside = share_outside(problem.low, problem.high, *pair)
+    pair, merge = _rounded_twice(own_OI, base_OI, pair, outside, error)
     for _ in range(8):
         factors = quantise_fixed(*pair, error)
         if factors is not None:
@@ -65,13 +66,14 @@ def fit_lora_exact(
 
 
 def _rounded_twice(
-    own_OI: torch.Tensor, base_OI: torch.Tensor, pair: Pair, outside: float, key: int, error: float
+    own_OI: torch.Tensor, base_OI: torch.Tensor, pair: Pair, outside: float, error: float
 ) -> tuple[Pair, Merge]:
     """Whether the delta was rounded before it was added, and the pair fitted to the boxes which that makes."""
-    twice = make_problem(own_OI, base_OI, "twice", key)
-    if share_outside(twice.low, twice.high, *pair) >= 0.8 * outside:
+    low, high = delta_boxes(own_OI, base_OI, "twice")
+    # Where the fit is too coarse to tell, the two leave about as many outside: then it does not matter.
+    if share_outside(low, high, *pair) >= 0.8 * outside:
         return pair, "once"
-    return deround(twice.low, twice.high, pair, [error] * _TWICE_STEPS), "twice"
+    return deround(low, high, pair, [error] * _TWICE_STEPS), "twice"
 
 
 def encode_lora_exact(fit: LoraFit, own: Rows, base: Rows, spec: TensorSpec, emit: Emit) -> CodecNode:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from mfs_decompose.codec.base import Delta, Fetch, Rows, matrix_shape
-from mfs_decompose.codec.registry import LOSSY, check_node, exact_codec, lossy_codec
+from mfs_decompose.codec.corrected import open_corrected
+from mfs_decompose.codec.registry import COMPOSED, FITTED, LOSSY, check_node, exact_codec, lossy_codec, open_delta
 from mfs_decompose.codec.slices import open_stack
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.errors import ArtifactInvalid
@@ -30,7 +31,7 @@ class _Segment:
     start: int
     stop: int
     exact: ExactRows | None
-    delta: Delta | None
+    delta: Delta | None  # with `exact` as well: what is served, where corrections restore all bits
     matrix_rows: int  # rows of the delta's matrix for one row of the tensor
 
 
@@ -63,8 +64,8 @@ class OpenedTensor:
     ) -> torch.Tensor:
         """Rows start..stop in `dtype` (default: the tensor's own), [stop - start, ...].
 
-        Exact rows keep their bits; in another floating dtype they are converted. Tensors that are not floats keep
-        their dtype.
+        Exact rows keep their bits; in another floating dtype they are converted, and a corrected delta is left without
+        its corrections: that is what is served. Tensors that are not floats keep their dtype.
         """
         own = torch_dtype(self.spec.dtype)
         target = own if dtype is None or not own.is_floating_point or own.itemsize == 1 else dtype
@@ -76,7 +77,7 @@ class OpenedTensor:
             low, high = max(start, segment.start), min(stop, segment.stop)
             if low >= high:
                 continue
-            if segment.exact is not None:
+            if segment.exact is not None and (dtype is None or segment.delta is None):
                 pieces.append(_exact(segment, low, high, base).to(target))
             elif base is None:
                 raise ArtifactInvalid(f"the delta of {self.spec.name!r} has no base tensor to be added to")
@@ -100,7 +101,7 @@ class OpenedTensor:
         return round_to(values, target, rounding, self._key, start * row_elements)
 
     def delta(self, start: int, stop: int) -> torch.Tensor | None:
-        """The exact fp64 delta of rows that lie in one lossy segment; None where they are stored exactly."""
+        """The exact fp64 delta of rows that lie in one lossy segment; None where their own bits are served."""
         for segment in self._segments:
             if segment.start <= start and stop <= segment.stop:
                 return None if segment.delta is None else _delta(segment, start, stop)
@@ -124,19 +125,32 @@ def _open_segments(node: CodecNode, fetch: Fetch, spec: TensorSpec) -> list[_Seg
 
 def _open_segment(node: CodecNode, fetch: Fetch, spec: TensorSpec, start: int) -> _Segment:
     stop = start + spec.rows
+    if node.codec == "corrected":
+        return _open_corrected(node, fetch, spec, start)
     if node.codec not in LOSSY:
-        if node.codec in ("rows", "alias"):
+        if node.codec in COMPOSED:
             raise ArtifactInvalid(f"codec {node.codec!r} of {spec.name!r} cannot stand here")
         return _Segment(start, stop, exact_codec(node.codec).open(node, fetch, spec), None, 1)
     stacked = "slices" in node.params
     shape = matrix_shape((1, *spec.shape[1:]) if stacked else spec.shape)
-    if shape is None or not is_float(spec.dtype):
+    if shape is None or not is_float(spec.dtype) or (stacked and node.codec not in FITTED):
         found = f"{spec.dtype} {list(spec.shape)}"
         raise ArtifactInvalid(f"codec {node.codec!r} of {spec.name!r}: expected a matrix of floats, found {found}")
-    codec = lossy_codec(node.codec)
     if stacked:
-        return _Segment(start, stop, None, open_stack(node, fetch, codec, spec.rows, shape), shape[0])
-    return _Segment(start, stop, None, codec.open(node, fetch, shape), shape[0] // spec.rows)
+        return _Segment(start, stop, None, open_stack(node, fetch, lossy_codec(node.codec), spec.rows, shape), shape[0])
+    return _Segment(start, stop, None, open_delta(node, fetch, shape), shape[0] // spec.rows)
+
+
+def _open_corrected(node: CodecNode, fetch: Fetch, spec: TensorSpec, start: int) -> _Segment:
+    child = _open_segment(node.children[0], fetch, spec, 0)
+    reader = open_corrected(node, fetch, spec)
+
+    def exact(first: int, last: int, base: Rows | None) -> torch.Tensor:
+        if base is None:
+            raise ArtifactInvalid(f"the delta of {spec.name!r} has no base tensor to be added to")
+        return reader(first, last, base, lambda low, high: _delta(child, low, high))
+
+    return _Segment(start, start + spec.rows, exact, child.delta, child.matrix_rows)
 
 
 def _delta(segment: _Segment, start: int, stop: int) -> torch.Tensor:

@@ -8,24 +8,71 @@ from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from mfs_decompose.codec.base import ExactCodec, LossyCodec
+    from mfs_decompose.codec.base import Delta, ExactCodec, Fetch, LossyCodec
+    from mfs_decompose.codec.direct import DirectCodec
 
-LOSSY = ("lowrank", "sparse")
+FITTED = ("lowrank", "sparse")
+"""Deltas fitted once, of which every prefix is a smaller fit."""
+
+DIRECT = ("sign", "ternary", "kbit", "deadzone", "rowsparse")
+"""Deltas written straight from their rows."""
+
+LOSSY = (*FITTED, *DIRECT, "banded", "fixed", "sum")
+"""Codecs that give a delta; `sum` adds those below it."""
+
 EXACT = ("identical", "raw", "lossless")
-COMPOSED = ("rows", "alias", "adapter")
-"""`rows` joins its children along the first dimension; `alias` is another tensor of the same variant; `adapter` is what
-the variant's adapter makes of a tensor of the base."""
+"""Codecs that give a tensor's own bits."""
 
-_VERSIONS = dict.fromkeys((*LOSSY, *EXACT, *COMPOSED), 1)
+COMPOSED = ("rows", "corrected", "alias", "adapter")
+"""`rows` joins its children along the first dimension; `corrected` gives the bits that the delta below it gets wrong;
+`alias` is another tensor of the same variant; `adapter` is what the variant's adapter makes of a tensor of the base."""
+
+_VERSIONS = {**dict.fromkeys((*LOSSY, *EXACT, *COMPOSED), 1), "lossless": 2}
 
 
 def lossy_codec(name: str) -> LossyCodec:
-    """The lossy codec called `name`."""
+    """The fitted codec called `name`; `banded` is what pass 1 keeps of a low rank delta whose bits are chosen later."""
+    from mfs_decompose.codec.banded_fit import BandedFit
     from mfs_decompose.codec.lowrank import LowRank
     from mfs_decompose.codec.sparse import Sparse
 
-    found: dict[str, LossyCodec] = {"lowrank": LowRank(), "sparse": Sparse()}
+    found: dict[str, LossyCodec] = {"lowrank": LowRank(), "sparse": Sparse(), "banded": BandedFit()}
     return found[name]
+
+
+def direct_codec(name: str) -> DirectCodec:
+    """The codec called `name` that writes deltas straight from their rows."""
+    from mfs_decompose.codec.deadzone import DeadZone
+    from mfs_decompose.codec.kbit import KBit, Ternary
+    from mfs_decompose.codec.rowsparse import RowSparse
+    from mfs_decompose.codec.sign import Sign
+    from mfs_decompose.codec.significant import Significant
+
+    found: tuple[DirectCodec, ...] = (Sign(), Ternary(), KBit(), DeadZone(), RowSparse(), Significant())
+    return next(codec for codec in found if codec.name == name)
+
+
+def open_delta(node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Delta:
+    """Open the delta [O, I] that a tree of LOSSY codecs stores.
+
+    Raises:
+        ArtifactInvalid: the tree does not fit the shape.
+    """
+    if node.codec == "sum":
+        from mfs_decompose.codec.summed import Summed
+
+        return Summed([open_delta(child, fetch, shape) for child in node.children])
+    if node.codec == "banded":
+        from mfs_decompose.codec.banded import Banded
+
+        return Banded().open(node, fetch, shape)
+    if node.codec == "fixed":
+        from mfs_decompose.codec.fixed import open_fixed
+
+        return open_fixed(node, fetch, shape)
+    if node.codec in DIRECT:
+        return direct_codec(node.codec).open(node, fetch, shape)
+    return lossy_codec(node.codec).open(node, fetch, shape)
 
 
 def exact_codec(name: str) -> ExactCodec:
@@ -50,8 +97,12 @@ def check_node(node: CodecNode) -> None:
             f"expected a codec among {', '.join(_VERSIONS)}, found {node.codec!r} version {node.version}",
             hint="Read this artifact with a newer mfs.",
         )
-    if node.children and node.codec != "rows":
-        raise ArtifactInvalid(f"codec {node.codec!r} has nodes below it, which only 'rows' may have")
+    if node.codec == "corrected" and [child.codec in LOSSY for child in node.children] != [True]:
+        raise ArtifactInvalid("codec 'corrected' needs one delta below it")
+    if node.codec == "sum" and not (node.children and all(child.codec in LOSSY for child in node.children)):
+        raise ArtifactInvalid("codec 'sum' needs deltas below it, and nothing else")
+    if node.children and node.codec not in ("rows", "corrected", "sum"):
+        raise ArtifactInvalid(f"codec {node.codec!r} has nodes below it, which only a composition may have")
     for child in node.children:
         check_node(child)
 
@@ -63,4 +114,4 @@ def is_exact(node: CodecNode) -> bool:
     """
     if node.codec == "rows":
         return all(is_exact(child) for child in node.children)
-    return node.codec in EXACT
+    return node.codec in (*EXACT, "corrected")

@@ -21,7 +21,6 @@ from mfs_decompose.source.header import TensorSpec, parse_header
 if TYPE_CHECKING:
     import torch
 
-    from mfs_decompose.linalg.rounding import Rounding
 
 Dtype = Literal["original", "float32"]
 Layout = Literal["original", "single"]
@@ -110,18 +109,22 @@ def plan_checkpoint(family: Family, id: str, options: RestoreOptions) -> Checkpo
             )
 
         def blocks(name: str) -> Iterator[memoryview]:
-            return _variant_blocks(family, id, name, dtype, options.rounding)
+            return _variant_blocks(family, id, name, dtype, options)
 
     stored = options.dtype == "original" and (options.rounding == "stochastic" or exact)
     return _lay_out(family, id, source, specs, blocks, digests if stored else {}, options, exact)
 
 
 def _variant_blocks(
-    family: Family, id: str, name: str, dtype: torch.dtype | None, rounding: Rounding
+    family: Family, id: str, name: str, dtype: torch.dtype | None, options: RestoreOptions
 ) -> Iterator[memoryview]:
     stored = open_tensor(family, id, name)
     for start, stop in stored.blocks():
-        yield row_bytes(stored.restored(start, stop, dtype, rounding))
+        if options.exact and dtype is not None and stored.exact:
+            rows = stored.restored(start, stop)  # with its corrections, which what is served leaves out
+            yield row_bytes(rows.to(dtype) if is_float(stored.spec.dtype) else rows)
+        else:
+            yield row_bytes(stored.restored(start, stop, dtype, options.rounding))
 
 
 def _lay_out(

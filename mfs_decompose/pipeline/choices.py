@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from mfs_decompose.linalg.bands import Bands
 from mfs_decompose.pipeline.encode import Choice
 from mfs_decompose.pipeline.surveyed import Surveyed
-from mfs_decompose.plan.allocate import Candidate, Key, MatrixKey, allocate
+from mfs_decompose.plan.allocate import Candidate, Key, MatrixKey
 from mfs_decompose.plan.cap import ENTRY_BYTES, Need, check_caps, shard_overhead, smallest_cap
-from mfs_decompose.plan.model import Item, Plan, VariantPlan
+from mfs_decompose.plan.model import DIRECT, Item, Plan, VariantPlan
+from mfs_decompose.plan.share import BandedCandidate, share_out
 
 
 def choose_all(plan: Plan, surveyed: Mapping[Key, Surveyed]) -> dict[Key, Choice]:
@@ -43,14 +45,20 @@ def _share_out(
     """Give what is left of the cap to the items that are not settled."""
     open_items = [item for item in own if item.key not in found]
     steps: dict[MatrixKey, int] = {}
+    bands: dict[Key, Bands] = {}
     if variant.cap is not None:
         exact, entries = _exact(own, found, surveyed)
         left = variant.cap - exact - shard_overhead(entries, variant.cap, plan.recipe.output.shard_size)
         left -= _stack_entries(open_items, surveyed)
-        candidates = [_candidates(item, surveyed[item.key]) for item in open_items if not item.fixed]
-        steps = allocate([one for some in candidates for one in some], left)
+        sized = [item for item in open_items if not item.fixed and item.codec != "banded"]
+        candidates = [one for item in sized for one in _candidates(item, surveyed[item.key])]
+        banded = {item.key: _banded(item, surveyed[item.key]) for item in open_items if item.codec == "banded"}
+        steps, bands = share_out(candidates, banded, left)
     chosen = dict(found)
     for item in open_items:
+        if item.codec == "banded":
+            chosen[item.key] = Choice("banded", sum(bands[item.key]), bands=bands[item.key])
+            continue
         fitted = [len(curve) for curve in surveyed[item.key].curves]
         taken = [steps.get((*item.key, at), most) for at, most in enumerate(fitted)]
         chosen[item.key] = Choice(item.codec, sum(taken), slices=tuple(taken) if item.stacked else ())
@@ -83,16 +91,17 @@ def _settle(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> dict[Key, Ch
         if facts.identical and not item.tail_bytes:
             found[item.key] = Choice("identical")
             continue
-        likeness = (facts.sha256, item.spec.dtype, item.spec.shape, item.codec, tuple(sorted(item.params.items())))
+        how = (item.codec, tuple(sorted(item.params.items())), item.options, item.residual, item.keep_exact)
+        likeness = (facts.sha256, item.spec.dtype, item.spec.shape, how)
         if item.spec.nbytes and likeness in first:
             found[item.key] = Choice("alias", of=first[likeness])
             continue
         first[likeness] = item.name
         if facts.identical:
             found[item.key] = Choice("identical")  # but for its new rows
-        elif item.lossy and facts.fit is None:
+        elif (item.fitted and facts.fit is None) or (item.direct and not facts.finite):
             found[item.key] = Choice("lossless")
-        elif not item.lossy:
+        elif not item.fitted:
             found[item.key] = Choice(item.codec)
     return found
 
@@ -103,15 +112,15 @@ def _exact_bytes(items: list[Item], found: Mapping[Key, Choice], surveyed: Mappi
         choice = found.get(item.key)
         if choice is not None and choice.codec == "identical" and item.tail_bytes:
             sizes[item.name] = item.tail_bytes + ENTRY_BYTES
-        if choice is not None and choice.codec in ("raw", "lossless"):
+        if choice is not None and (choice.codec in ("raw", "lossless", "lora-exact") or choice.codec in DIRECT):
             forced = surveyed[item.key].exact_bytes
             sizes[item.name] = (item.spec.nbytes if forced is None else forced) + ENTRY_BYTES
     return sum(sizes.values())
 
 
 def _beside(item: Item, surveyed: Mapping[Key, Surveyed]) -> int:
-    """Bytes of an open item that are stored exactly beside its fits: new rows, and slices that no fit can hold."""
-    return item.tail_bytes + (surveyed[item.key].exact_bytes or 0)
+    """Bytes of an open item beside its fits: new rows, a residual, and slices that no fit can hold."""
+    return item.beside_bytes + (surveyed[item.key].exact_bytes or 0)
 
 
 def _fixed_bytes(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> int:
@@ -124,7 +133,12 @@ def _fixed_bytes(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> int:
     return total
 
 
+def _banded(item: Item, facts: Surveyed) -> BandedCandidate:
+    assert item.matrix is not None
+    return BandedCandidate(facts.explained, item.matrix, 0 if item.beside_bytes else ENTRY_BYTES)
+
+
 def _candidates(item: Item, facts: Surveyed) -> list[Candidate]:
     # What is stored exactly beside it has an entry already, so the first step costs no header; nor in a stack.
-    entry = 0 if item.tail_bytes or item.stacked else ENTRY_BYTES
+    entry = 0 if item.beside_bytes or item.stacked else ENTRY_BYTES
     return [Candidate((*item.key, at), curve, item.step_bytes, entry) for at, curve in enumerate(facts.curves)]

@@ -66,7 +66,9 @@ def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -
         request = replace(request, out=request.out.resolve())
     prepared = prepare(request, sink)
     for note in prepared.notes:
-        sink.note(note, "warning")
+        sink.note(note)
+    for warning in prepared.warnings:
+        sink.note(warning, "warning")
     publish_finished(request.out, request.overwrite)
     device = choose_device(request.device)
     platform, tool = platform_facts(device), tool_versions()

@@ -10,12 +10,15 @@ from typing import Any, BinaryIO
 
 from mfs_decompose.base_extraction import delta_rows
 from mfs_decompose.codec.arrays import tensor_bytes
+from mfs_decompose.codec.banded_fit import encode_bands
 from mfs_decompose.codec.base import DECODE_ELEMENTS
 from mfs_decompose.codec.opened import OpenedTensor
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.codec.truncate import truncate
 from mfs_decompose.errors import SourceIncompatible
+from mfs_decompose.linalg.bands import Bands
 from mfs_decompose.linalg.sums import squared_norm
+from mfs_decompose.pipeline.direct import add_correction, add_residual, emit_to, encode_direct, reader_at
 from mfs_decompose.pipeline.encode_stack import copy_ranges, encode_stack
 from mfs_decompose.pipeline.exact import encode_exact, join_rows, splits_of
 from mfs_decompose.pipeline.merge_items import merge_node, restored_digest
@@ -29,13 +32,15 @@ from mfs_decompose.plan.model import Item
 class Choice:
     """What allocation decided for one item: `codec` is identical, alias (of the tensor `of`), lossy or exact.
 
-    Of a stack with fits, `slices` are the steps of each matrix, and `steps` is their sum.
+    Of a stack with fits, `slices` are the steps of each matrix, and `steps` is their sum. Of banded factors, `bands`
+    are the directions at each width.
     """
 
     codec: str
     steps: int = 0
     of: str | None = None
     slices: tuple[int, ...] = ()
+    bands: Bands = ()
 
     def costs_nothing(self, item: Item) -> bool:
         """Whether the item needs no bytes, and need not be read again."""
@@ -83,17 +88,12 @@ class Encoder:
         if choice.codec == "adapter":
             restored = restored_digest(item, self.sources, self.advance, stop)
             return Encoded(merge_node(item).to_json(), offset, 0, 0.0, restored)
-        if choice.codec in ("lossless", "raw"):
+        if choice.codec in ("lossless", "raw", "lora-exact"):
             node = encode_exact(item, choice.codec, self.sources, output)
         elif choice.codec == "identical":
             node = join_rows(CodecNode("identical"), item, self.sources.own(item), output)
         else:
-            assert fits is not None and surveyed.fit is not None
-            if surveyed.slices:
-                node = encode_stack(item, surveyed, choice.slices, self.sources, fits, output)
-            else:
-                node, ranges = truncate(CodecNode.from_json(surveyed.fit), choice.steps)
-                copy_ranges(fits, surveyed.offset, ranges, output)
+            node = self._lossy(item, surveyed, choice, fits, output)
             node = join_rows(node, item, self.sources.own(item), output)
         nbytes = output.tell() - offset
         assert nbytes == node.nbytes, f"{item.key}: wrote {nbytes} bytes, the tree says {node.nbytes}"
@@ -101,16 +101,36 @@ class Encoder:
         output.seek(offset + nbytes)
         return Encoded(node.to_json(), offset, nbytes, error, restored)
 
+    def _lossy(
+        self, item: Item, surveyed: Surveyed, choice: Choice, fits: BinaryIO | None, output: BinaryIO
+    ) -> CodecNode:
+        """Write the common rows under a lossy codec, with what lies above it; arrays begin at offset 0."""
+        offset = output.tell()
+        fetch = reader_at(output, offset)
+        if item.direct:
+            node = encode_direct(item, self.sources, output)
+        else:
+            assert fits is not None and surveyed.fit is not None
+            fit = CodecNode.from_json(surveyed.fit)
+            if surveyed.slices:
+                return encode_stack(item, surveyed, choice.slices, self.sources, fits, output)
+            if item.codec == "banded":
+                node = encode_bands(fit, reader_at(fits, surveyed.offset), choice.bands, emit_to(output))
+            else:
+                node, ranges = truncate(fit, choice.steps)
+                copy_ranges(fits, surveyed.offset, ranges, output)
+        if item.residual is not None:
+            node = add_residual(item, node, self.sources, fetch, output)
+        if item.keep_exact:
+            node = add_correction(item, node, (0, item.common_rows), self.sources, fetch, output)
+        return node
+
     def _measure(
         self, item: Item, surveyed: Surveyed, node: CodecNode, output: BinaryIO, offset: int, stop: Stop
     ) -> tuple[float, str]:
         """Decode what was written: ||decoded - delta||^2 as served, and the digest of the default restore."""
 
-        def fetch(start: int, count: int) -> bytes:
-            output.seek(offset + start)
-            return output.read(count)
-
-        opened = OpenedTensor(node, fetch, item.spec)
+        opened = OpenedTensor(node, reader_at(output, offset), item.spec)
         own_rows, base_rows = self.sources.own(item), self.sources.of_base(item)
         original, restored = hashlib.sha256(), hashlib.sha256()
         errors: list[float] = []
@@ -125,7 +145,8 @@ class Encoder:
                 assert base_rows is not None
                 base = base_rows(start, end)
                 errors.append(squared_norm(delta.reshape(own.shape) - delta_rows(own, base)))
-                values = opened.rounded(delta, base, start)
+                corrected = opened.exact
+                values = opened.restored(start, end, base_rows) if corrected else opened.rounded(delta, base, start)
             restored.update(tensor_bytes(values))
             self.advance((end - start) * item.spec.row_bytes)
         if original.hexdigest() != surveyed.sha256:

@@ -8,6 +8,7 @@ from typing import BinaryIO
 from mfs_decompose.codec.slices import stack_node, stack_ranges, step_bytes
 from mfs_decompose.codec.tree import CodecNode, Json
 from mfs_decompose.codec.truncate import Range
+from mfs_decompose.pipeline.direct import add_correction, reader_at
 from mfs_decompose.pipeline.exact import encode_rows
 from mfs_decompose.pipeline.reading import Sources
 from mfs_decompose.pipeline.surveyed import Surveyed, slice_runs
@@ -32,7 +33,10 @@ def encode_stack(
         else:
             node = stack_node(like, steps[start:stop])
             offset = surveyed.offset + sum(fitted[:start]) * step_bytes(like)
+            begin = output.tell()
             copy_ranges(fits, offset, stack_ranges(like, fitted[start:stop], steps[start:stop]), output)
+            if item.keep_exact:
+                node = add_correction(item, node, (start, stop), sources, reader_at(output, begin), output)
         nodes.append(node.shifted(written))
         splits.append(stop)
         written += node.nbytes

@@ -11,6 +11,7 @@ from mfs_decompose.artifact.manifest import Manifest
 from mfs_decompose.artifact.reader import Family
 from mfs_decompose.artifact.records import VariantRecord
 from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.linalg.bands import WIDTHS
 from mfs_decompose.pipeline.inspect_settings import read_settings
 
 
@@ -63,7 +64,11 @@ def _described(node: CodecNode) -> str:
     """The tree with the size of what it stores: `lowrank[84 int4]`."""
     if node.children:
         return f"{node.codec}({'+'.join(dict.fromkeys(_described(child) for child in node.children))})"
-    options = [str(node.params[key]) for key in ("steps", "factors", "values", "of") if key in node.params]
+    shown = ("steps", "rank", "bits", "scale", "step", "factors", "values", "of")
+    options = [str(node.params[key]) for key in shown if key in node.params]
+    bands = node.params.get("bands")
+    if isinstance(bands, list):  # directions at each width: 3x8 5x6 ...
+        options += [f"{count}x{bits}" for count, bits in zip(bands, WIDTHS, strict=False) if count]
     return f"{node.codec}[{' '.join(options)}]" if options else node.codec
 
 
@@ -77,12 +82,20 @@ def _variant(manifest: Manifest, variant: VariantRecord) -> dict[str, Any]:
         "checkpoint_bytes": variant.checkpoint_bytes,
         "files_bytes": sum(manifest.files[f"{CONTENT_FOLDER}/{digest}"].size for digest in own),
         "codecs": codec_counts(variant),
+        "correction_bytes": sum(_correction_bytes(CodecNode.from_json(t.tree)) for t in variant.tensors.values()),
         "rel_error": variant.rel_error,
         "tensors": len(variant.tensors),
         "exact_tensors": sum(tensor.exact for tensor in variant.tensors.values()),
         "missing": len(variant.missing),
         "left_out": list(variant.source.left_out),
     }
+
+
+def _correction_bytes(node: CodecNode) -> int:
+    """Bytes that only bring a delta's original bits back: nothing that is served needs them."""
+    if node.codec == "corrected":
+        return sum(part.nbytes for part in node.parts)
+    return sum(_correction_bytes(child) for child in node.children)
 
 
 def _side_bytes(manifest: Manifest) -> int:

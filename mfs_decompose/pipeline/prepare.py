@@ -47,9 +47,15 @@ class Prepared:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What deserves to be said aloud."""
+        """Facts that a user would want to know."""
         of_adapters = (f"{id}: {note}" for id, merge in self.merges.items() for note in merge.notes)
-        return (*self.alignment.notes, *of_adapters, *say_kept(self.plan))
+        return (*of_adapters, *say_kept(self.plan))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What may not be what the user meant."""
+        of_adapters = (f"{id}: {warning}" for id, merge in self.merges.items() for warning in merge.warnings)
+        return (*self.alignment.notes, *of_adapters)
 
 
 def prepare(request: DecomposeRequest, progress: ProgressSink | None = None, *, headers_only: bool = False) -> Prepared:

@@ -20,6 +20,7 @@ from mfs_decompose.codec.base import DECODE_ELEMENTS, Fit
 from mfs_decompose.codec.registry import lossy_codec
 from mfs_decompose.linalg.seeds import stream_key
 from mfs_decompose.pipeline.deltas import count_nonfinite, delta_energy, same_bits
+from mfs_decompose.pipeline.direct import encode_direct
 from mfs_decompose.pipeline.exact import CountingSink, encode_exact, encode_rows
 from mfs_decompose.pipeline.merge_items import survey_merged
 from mfs_decompose.pipeline.reading import Advance, Sources, row_blocks
@@ -97,7 +98,9 @@ class Surveyor:
             sha256, energy, overflows = survey_merged(item, self.sources, self.advance, stop)
             return Surveyed(sha256, False, overflows, energy)
         surveyed, fits = self._scan(item, stop)
-        if item.lossy and fits:
+        if not (fits or surveyed.identical):
+            surveyed = replace(surveyed, finite=False)
+        if item.fitted and fits:
             assert item.matrix is not None
 
             def blocks() -> Iterator[tuple[int, torch.Tensor]]:
@@ -116,7 +119,7 @@ class Surveyor:
         digest = hashlib.sha256()
         identical, finite, nonfinite = item.comparable_bits, True, 0
         norms: list[float] = []
-        for start, end in row_blocks(item, BLOCK_ELEMENTS if item.lossy else DECODE_ELEMENTS):
+        for start, end in row_blocks(item, BLOCK_ELEMENTS if item.fitted else DECODE_ELEMENTS):
             stop.check()
             own = own_rows(start, end)
             digest.update(tensor_bytes(own))
@@ -156,14 +159,18 @@ class Surveyor:
     def _force(self, item: Item, surveyed: Surveyed) -> Surveyed:
         """Find out what the lossless codec costs where allocation must know, see `Surveyed`."""
         runs = [run for run in slice_runs(surveyed.slices) if run[0] == "exact"]
-        wanted = runs or (surveyed.fit is None if item.lossy else self.capped and item.codec == "lossless")
+        coded = item.direct or item.codec in ("lossless", "lora-exact")
+        wanted = runs or (surveyed.fit is None if item.fitted else self.capped and coded)
         if surveyed.identical or not wanted:
             return surveyed
         sink = CountingSink()
         for _, start, end in runs:
             encode_rows(item, start, end, self.sources, sink)
-        if not runs:
-            encode_exact(item, "lossless", self.sources, sink)
+        if item.direct and surveyed.finite:
+            encode_direct(item, self.sources, sink)
+        elif not runs:
+            codec = "lora-exact" if item.codec == "lora-exact" else "lossless"
+            encode_exact(item, codec, self.sources, sink)
         return replace(surveyed, exact_bytes=sink.tell())
 
 

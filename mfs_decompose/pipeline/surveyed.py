@@ -30,6 +30,8 @@ class Surveyed:
 
     Of a stack with fits, `slices` are its matrices, and their fits lie one behind another in the scratch file; `fit`
     describes the first of them. `exact_bytes` are those of its exact slices.
+
+    A delta that is not `finite` is stored exactly. `exact_bytes` of a direct codec are its own.
     """
 
     sha256: str
@@ -41,6 +43,7 @@ class Surveyed:
     fit: dict[str, Any] | None = None
     offset: int = 0
     slices: tuple[Slice, ...] = ()
+    finite: bool = True
 
     @property
     def curves(self) -> tuple[tuple[float, ...], ...]:
@@ -52,7 +55,9 @@ class Surveyed:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; not `asdict`, which would copy every step of every tensor twice."""
         document = {name: getattr(self, name) for name in self.__slots__} | {"explained": list(self.explained)}
-        del document["slices"]
+        del document["slices"], document["finite"]
+        if not self.finite:
+            document["finite"] = False
         if self.slices:
             document["slices"] = [found if isinstance(found, str) else list(found) for found in self.slices]
         return document

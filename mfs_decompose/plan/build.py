@@ -8,9 +8,10 @@ from typing import Literal
 
 from mfs_decompose.codec.base import matrix_shape, slice_shape
 from mfs_decompose.codec.sizes import max_steps
+from mfs_decompose.codec.tree import Json
 from mfs_decompose.errors import UsageError
 from mfs_decompose.plan.cap import ENTRY_BYTES, SHARD_BYTES, Need, check_caps, smallest_cap
-from mfs_decompose.plan.model import Item, Plan, VariantPlan
+from mfs_decompose.plan.model import DIRECT, FITTED, Item, Options, Plan, VariantPlan
 from mfs_decompose.plan.units import cut_units
 from mfs_decompose.recipe.choose import choose, unmatched_rules
 from mfs_decompose.recipe.schema import DeltaRule, Recipe
@@ -55,7 +56,10 @@ def build_plan(
             items.extend(_merged_item(checkpoint.id, tensor) for tensor in merge.tensors.values())
             plans.append(_adapter_plan(checkpoint, sum(spec.nbytes for spec in base_tensors.values())))
             continue
-        planned = [_item(group, member, rules[group.name]) for group, member in _members(alignment, checkpoint.id)]
+        planned = [
+            _item(group, member, rules[group.name], keep_exact=recipe.deltas.keep_exact)
+            for group, member in _members(alignment, checkpoint.id)
+        ]
         plan = _variant_plan(recipe, checkpoint, planned)
         even = _even_steps(planned, rules, plan)
         own = [_size(item, recipe, rules[item.name], even) for item in planned]
@@ -95,7 +99,7 @@ def _missing(alignment: Alignment, variant: str) -> tuple[str, ...]:
     )
 
 
-def _item(group: TensorGroup, member: Member, rule: DeltaRule) -> Item:
+def _item(group: TensorGroup, member: Member, rule: DeltaRule, *, keep_exact: bool) -> Item:
     assert member.spec is not None
     spec = TensorSpec(member.spec.name, member.spec.dtype, member.spec.shape)
     comparable = member.kind != "only_in_variant" and group.base is not None
@@ -103,14 +107,12 @@ def _item(group: TensorGroup, member: Member, rule: DeltaRule) -> Item:
     common_rows = member.common_rows if comparable else 0
     common = (common_rows, *spec.shape[1:]) if spec.shape else ()
     floats = base is not None and is_float(spec.dtype) and is_float(base.dtype)
-    slices = slice_shape(common) if floats else None
-    matrix = slices or (matrix_shape(common) if floats else None)
-    codec = rule.codec
-    if codec in ("lowrank", "sparse") and matrix is None:
-        codec = "raw"
-    options = {"factors": rule.factors, "values": rule.values}
-    params = {key: value for key, value in options.items() if value is not None}
-    lossy = codec in ("lowrank", "sparse")
+    whole = matrix_shape(common) if floats else None
+    # One residual is written for a whole tensor, and bits are shared out between whole matrices.
+    slices = slice_shape(common) if floats and rule.residual is None else None
+    codec = _codec(rule, spec, whole or slices, stacked=slices is not None, keep_exact=keep_exact)
+    fitted = codec in FITTED
+    params = {"factors": _factors(rule, codec)} if codec == "lowrank" else {"values": rule.values or "bf16"}
     return Item(
         variant=member.variant,
         kind=member.kind,
@@ -118,12 +120,57 @@ def _item(group: TensorGroup, member: Member, rule: DeltaRule) -> Item:
         base=base,
         common_rows=common_rows,
         codec=codec,
-        params=params if lossy else {},
-        matrix=matrix if lossy else None,
+        params=params if codec in ("lowrank", "sparse") else {},
+        matrix=(slices or whole) if fitted else None,
         steps=0,
         fixed=False,
-        stacked=lossy and slices is not None,
+        stacked=fitted and slices is not None,
+        options=_options(rule, codec),
+        residual=_residual(rule) if codec == "lowrank" else None,
+        keep_exact=keep_exact and (fitted or codec in DIRECT),
     )
+
+
+def _codec(
+    rule: DeltaRule, spec: TensorSpec, matrix: tuple[int, int] | None, *, stacked: bool, keep_exact: bool
+) -> str:
+    """What the rule comes to for one tensor."""
+    if rule.codec in ("lossless", "raw"):
+        return rule.codec
+    if matrix is None:
+        return "lossless" if rule.codec == "lora-exact" else "raw"
+    if keep_exact and spec.dtype == "F64":  # which no correction is made for
+        return "lossless"
+    if rule.codec == "lowrank" and rule.factors == "banded":
+        return "lowrank" if stacked else "banded"
+    if rule.codec == "sparse" and rule.select == "effect":
+        return "significant"
+    return rule.codec
+
+
+def _factors(rule: DeltaRule, codec: str) -> str:
+    """Slices of a stack have factors of one width: bits are not shared out between them."""
+    assert codec == "lowrank"
+    return "int4" if rule.factors in (None, "banded") else rule.factors
+
+
+def _options(rule: DeltaRule, codec: str) -> Options:
+    given: dict[str, Json] = {"scale": rule.scale, "bits": rule.bits, "step": rule.step, "rows": rule.rows}
+    return _given(codec, given) if codec in DIRECT else ()
+
+
+def _residual(rule: DeltaRule) -> tuple[str, Options] | None:
+    if rule.residual is None:
+        return None
+    given: dict[str, Json] = {"scale": rule.residual.scale, "bits": rule.residual.bits}
+    return rule.residual.codec, _given(rule.residual.codec, given)
+
+
+def _given(codec: str, options: Mapping[str, Json]) -> Options:
+    found = {key: value for key, value in options.items() if value is not None}
+    if codec in ("kbit", "ternary"):
+        found["fit"] = "mse"
+    return tuple(found.items())
 
 
 def _merged_item(variant: str, tensor: MergedTensor) -> Item:
@@ -160,37 +207,45 @@ def _surely_exact(item: Item) -> int:
     """Bytes that are stored exactly whatever is read: a tensor unlike the base's in shape or type is no copy of it."""
     if item.codec == "raw" and not item.comparable_bits:
         return item.spec.nbytes
-    return item.tail_bytes if item.base is not None else 0
+    if item.fitted or item.base is None:
+        return item.beside_bytes if item.fitted else 0
+    return item.tail_bytes
 
 
 def _need(plan: VariantPlan, cap: int, items: Sequence[Item], shard_size: int) -> Need:
     """What a cap must hold: for certain, and at most, should no tensor be the base's."""
-    entries = [item for item in items if item.lossy or item.spec.nbytes]
-    most = sum(_most_exact(item) + ENTRY_BYTES for item in entries if not item.lossy or item.fixed or item.tail_bytes)
+    entries = [item for item in items if item.fitted or item.spec.nbytes]
+    certain = [item for item in entries if not item.fitted or item.fixed or item.beside_bytes]
+    most = sum(_most_exact(item) + ENTRY_BYTES for item in certain)
     least = plan.unavoidable_bytes + (SHARD_BYTES if plan.unavoidable_bytes else 0)
     return Need(plan.id, plan.checkpoint_bytes, cap, least, smallest_cap(most, len(entries), shard_size))
 
 
 def _most_exact(item: Item) -> int:
-    if not item.lossy:
-        return item.spec.nbytes
+    if not item.fitted:
+        return item.most_bytes
     fixed = item.steps if item.fixed else 0
-    return item.tail_bytes + item.matrices * fixed * item.step_bytes
+    return item.beside_bytes + item.matrices * fixed * item.step_bytes
 
 
 def _even_steps(items: Sequence[Item], rules: Mapping[str, DeltaRule], plan: VariantPlan) -> float:
     """Steps every lossy tensor would get if the cap were spent evenly."""
     if plan.cap is None:
         return 0.0
-    shared = [item for item in items if item.lossy and rules[item.name].rank is None]
+    shared = [item for item in items if item.fitted and rules[item.name].rank is None]
     cost = sum(item.matrices * item.step_bytes for item in shared)
     return max(plan.cap - plan.unavoidable_bytes, 0) / cost if cost else 0.0
 
 
 def _size(item: Item, recipe: Recipe, rule: DeltaRule, even: float) -> Item:
+    objective = recipe.objective
+    if item.codec == "significant":
+        assert objective.density is not None, "the schema saw to it"
+        seen = matrix_shape(item.common.shape)
+        assert seen is not None, "a plan gives direct codecs matrices alone"
+        return replace(item, options=(("steps", max(1, round(objective.density * seen[1]))),))
     if item.matrix is None:
         return item
-    objective = recipe.objective
     if rule.rank is not None or objective.rank is not None:
         steps, fixed = min(rule.rank or objective.rank or 0, max_steps(item.codec, item.matrix)), True
     elif objective.density is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mfs_decompose.codec.sizes import fit_bytes
 from mfs_decompose.plan.cap import ENTRY_BYTES, SHARD_BYTES, shard_overhead
 from mfs_decompose.plan.model import Item, Plan, VariantPlan
 from mfs_decompose.source.checkpoint import Checkpoint
@@ -52,7 +53,7 @@ def estimate(plan: Plan, base: Checkpoint | None, variants: Sequence[Checkpoint]
     files = sum(sidecar.size for source in sources for sidecar in source.sidecars)
     files += sum(len(shard.raw) for source in sources for shard in source.shards)
     files += sum(source.index.size for source in sources if source.index is not None)
-    fits = sum(_fit_bytes(item) for item in plan.items())
+    fits = sum(_scratch_bytes(item) for item in plan.items())
     encoded = sum(variant.bytes for variant in own)
     largest = sorted((unit.peak_bytes for unit in plan.units), reverse=True)[:threads]
     text = sum(_text_bytes(item) for item in plan.items())
@@ -76,17 +77,25 @@ def _variant(plan: Plan, variant: VariantPlan) -> VariantEstimate:
     items = [item for item in plan.items() if item.variant == variant.id]
     most = sum(_most(item) + ENTRY_BYTES for item in items)
     total = most + shard_overhead(len(items), most, plan.recipe.output.shard_size)
-    return VariantEstimate(
-        variant.id, total if variant.cap is None else min(variant.cap, total), variant.checkpoint_bytes
-    )
+    if variant.cap is not None:  # which the corrections of lossy codecs lie outside of
+        total = min(variant.cap + sum(item.common.nbytes for item in items if item.keep_exact), total)
+    return VariantEstimate(variant.id, total, variant.checkpoint_bytes)
 
 
 def _most(item: Item) -> int:
-    return _fit_bytes(item) + item.tail_bytes if item.lossy else item.spec.nbytes
+    own = _fit_bytes(item) + item.beside_bytes if item.fitted else item.most_bytes
+    return own + (item.common.nbytes if item.keep_exact else 0)
 
 
 def _fit_bytes(item: Item) -> int:
     return item.matrices * item.steps * item.step_bytes
+
+
+def _scratch_bytes(item: Item) -> int:
+    """Bytes of an item's fits between the passes."""
+    if item.matrix is None:
+        return 0
+    return item.matrices * item.steps * fit_bytes(item.codec, item.matrix, item.params)
 
 
 def _text_bytes(item: Item) -> int:
@@ -101,7 +110,7 @@ def _read_again(item: Item, capped: bool) -> int:
     both = item.spec.nbytes + (item.base.nbytes if item.base is not None else 0)
     if item.codec == "adapter":
         return both - item.spec.nbytes
-    if item.lossy:
+    if item.fitted or item.direct:
         return both + item.tail_bytes
     if item.codec == "raw":
         return 2 * item.spec.nbytes

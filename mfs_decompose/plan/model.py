@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from mfs_decompose.codec.base import matrix_shape
+from mfs_decompose.codec.direct_sizes import direct_bytes
 from mfs_decompose.codec.sizes import max_steps, step_bytes
+from mfs_decompose.codec.tree import Json
 from mfs_decompose.recipe.schema import Recipe
 from mfs_decompose.source.align import GroupKind
 from mfs_decompose.source.header import TensorSpec
@@ -15,7 +18,13 @@ UnitKind = Literal["batch", "blocks", "stack", "exact"]
 """`batch`: equal matrices, factorised together. `blocks`: one matrix, read in row blocks. `stack`: one tensor
 [E, O, I], read in groups of slices that are factorised together. `exact`: the rest."""
 
-LOSSY = frozenset({"lowrank", "sparse"})
+FITTED = frozenset({"lowrank", "sparse", "banded"})
+"""Codecs that pass 1 fits, and allocation cuts to size."""
+
+DIRECT = frozenset({"sign", "ternary", "kbit", "deadzone", "rowsparse", "significant"})
+"""Codecs that pass 2 writes straight from the delta."""
+
+Options = tuple[tuple[str, Json], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,12 @@ class Item:
     merged: Mapping[str, object] | None = None
     """What an adapter does to the tensor: parameters of the codec `adapter`."""
     stacked: bool = False
+    options: Options = ()
+    """Parameters of a direct codec."""
+    residual: tuple[str, Options] | None = None
+    """A direct codec for what the fit leaves."""
+    keep_exact: bool = False
+    """Store what a lossy codec gets wrong as well."""
 
     @property
     def name(self) -> str:
@@ -51,8 +66,28 @@ class Item:
         return (self.variant, self.spec.name)
 
     @property
-    def lossy(self) -> bool:
-        return self.codec in LOSSY
+    def fitted(self) -> bool:
+        return self.codec in FITTED
+
+    @property
+    def direct(self) -> bool:
+        return self.codec in DIRECT
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes that a fitted item has whatever allocation decides: new rows, and a residual."""
+        return self.tail_bytes + (0 if self.residual is None else self._direct_bytes(*self.residual) or 0)
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of an item that is not fitted, at most."""
+        sized = self._direct_bytes(self.codec, self.options) if self.direct else None
+        return self.spec.nbytes if sized is None else sized + self.tail_bytes
+
+    def _direct_bytes(self, codec: str, options: Options) -> int | None:
+        shape = matrix_shape(self.common.shape)
+        assert shape is not None, f"{codec} of {self.name}, which is no matrix"
+        return direct_bytes(codec, shape, dict(options))
 
     @property
     def matrices(self) -> int:

@@ -16,6 +16,9 @@ BLOCK_ELEMENTS = 1 << 24
 _BATCH_MATRICES = 256
 _KINDS: tuple[UnitKind, ...] = ("batch", "blocks", "exact", "stack")
 _EXACT_BYTES = 1 << 26
+_PEELED_BYTES = 32
+"""An element, while a merged LoRA is peeled off a matrix: see codec/lora_exact.py."""
+MAX_PEELED = 1 << 26
 
 
 def cut_units(items: Iterable[Item]) -> tuple[Unit, ...]:
@@ -36,7 +39,7 @@ def _batch_key(item: Item) -> tuple[int, str, tuple[tuple[str, str], ...], tuple
     if item.merged is not None or item.codec == "identical":
         return (_KINDS.index("exact"), "adapter", (), (0, 0), 0)
     if item.matrix is None:
-        return (_KINDS.index("exact"), "", (), (0, 0), 0)
+        return (_KINDS.index("exact"), item.codec if item.direct or item.codec == "lora-exact" else "", (), (0, 0), 0)
     large = item.matrix[0] * item.matrix[1] > BLOCK_ELEMENTS
     kind: UnitKind = "stack" if item.stacked else "blocks" if large else "batch"
     return (_KINDS.index(kind), item.codec, tuple(sorted(item.params.items())), item.matrix, item.steps)
@@ -104,7 +107,9 @@ def peak_bytes(kind: UnitKind, items: Sequence[Item]) -> int:
     widest_row = max((item.spec.row_bytes for item in items), default=0)
     decode = 8 * 5 * DECODE_ELEMENTS + 6 * widest_row
     if kind == "exact":
-        return decode + 8 * DECODE_ELEMENTS
+        peeled = max((item.spec.numel for item in items if item.codec == "lora-exact"), default=0)
+        direct = 8 * 4 * DECODE_ELEMENTS if any(item.direct for item in items) else 0
+        return decode + 8 * DECODE_ELEMENTS + direct + _PEELED_BYTES * min(peeled, MAX_PEELED)
     if kind == "stack":
         return _stack_peak(items[0], decode)
     matrix, steps = items[0].matrix, items[0].steps
@@ -133,7 +138,7 @@ def _stack_peak(item: Item, decode: int) -> int:
 def _fit_work(codec: str, matrix: tuple[int, int], steps: int, count: int, elements: int) -> int:
     """Bytes that `count` matrices of `elements` in all take while they are fitted."""
     long, short = max(matrix), min(matrix)
-    sketch = sketch_width(steps, short) if codec == "lowrank" else 0
+    sketch = sketch_width(steps, short) if codec != "sparse" else 0
     if sketch and uses_gram(steps, short):
         work = 8 * (3 * short * short + elements // count) + 4 * (elements + 2 * count * (long + short) * steps)
     else:

@@ -6,6 +6,7 @@ default behaviour (low rank, int4 factors, 5 % of each variant's checkpoint).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    StrictBool,
     StrictInt,
     model_validator,
 )
@@ -27,9 +29,13 @@ SCHEMA: Literal["mfs.recipe/1"] = "mfs.recipe/1"
 
 BaseMode = Literal["auto", "known", "mean"]
 BaseStore = Literal["auto", "copy", "reference", "hardlink"]
-CodecName = Literal["lowrank", "sparse", "lossless", "raw"]
-FactorType = Literal["int4", "int8", "bf16"]
+CodecName = Literal[
+    "lowrank", "sparse", "sign", "ternary", "kbit", "deadzone", "rowsparse", "lossless", "lora-exact", "raw"
+]
+FactorType = Literal["int4", "int8", "bf16", "banded"]
 ValueType = Literal["bf16", "int8"]
+Selection = Literal["size", "effect"]
+ScaleType = Literal["tensor", "row", "group"]
 ObjectiveKind = Literal["budget", "rank", "density"]
 
 LOSSY: frozenset[str] = frozenset({"lowrank", "sparse"})
@@ -38,6 +44,8 @@ DEFAULT_BUDGET = Budget(share=0.05)
 Bytes = Annotated[int, BeforeValidator(read_bytes)]
 Share = Annotated[float, BeforeValidator(read_share)]
 Rank = Annotated[StrictInt, Field(ge=1)]
+Bits = Annotated[StrictInt, Field(ge=2, le=8)]
+Step = Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)]
 Cap = Annotated[Budget, PlainValidator(read_budget), PlainSerializer(Budget.plain)]
 
 
@@ -100,24 +108,75 @@ class Objective(_Model):
         return self
 
 
+class Residual(_Model):
+    """What is added to a low rank delta: the rest of it under a codec whose size the shape determines."""
+
+    codec: Literal["sign", "ternary", "kbit"]
+    scale: ScaleType | None = None
+    bits: Bits | None = None
+
+    @model_validator(mode="after")
+    def _own_options_only(self) -> Residual:
+        _settle_options(self, self.codec)
+        return self
+
+
+_OWNERS: Mapping[str, tuple[str, object]] = {
+    "factors": ("lowrank", "int4"),
+    "residual": ("lowrank", None),
+    "values": ("sparse", "bf16"),
+    "select": ("sparse", "size"),
+    "scale": ("sign", "row"),
+    "bits": ("kbit", 4),
+    "step": ("deadzone", None),
+    "rows": ("rowsparse", None),
+}
+"""The codec that each option belongs to, and its default; the last two have none and must be given."""
+
+
 class Delta(_Model):
-    """How a delta is stored. `factors` belongs to lowrank (default int4), `values` to sparse (default bf16)."""
+    """How a delta is stored. Each option belongs to one codec:
+
+    `factors` (int4) and `residual` to lowrank, `values` (bf16) and `select` (size) to sparse, `scale` (row) to sign,
+    `bits` (4) to kbit, `step` (in units of the weights) to deadzone, `rows` to rowsparse.
+    """
 
     codec: CodecName = "lowrank"
     factors: FactorType | None = None
+    residual: Residual | None = None
     values: ValueType | None = None
+    select: Selection | None = None
+    scale: ScaleType | None = None
+    bits: Bits | None = None
+    step: Step | None = None
+    rows: Rank | None = None
 
     @model_validator(mode="after")
     def _own_options_only(self) -> Delta:
-        if self.factors is not None and self.codec != "lowrank":
-            raise conflict(f"factors is an option of lowrank, and the codec is {self.codec}", "factors")
-        if self.values is not None and self.codec != "sparse":
-            raise conflict(f"values is an option of sparse, and the codec is {self.codec}", "values")
-        if self.codec == "lowrank":
-            self._settle(factors=self.factors or "int4")
-        if self.codec == "sparse":
-            self._settle(values=self.values or "bf16")
+        _settle_options(self, self.codec)
+        if self.select == "effect" and self.values != "bf16":
+            raise conflict("select: effect keeps bf16 values", "values")
+        if self.residual is not None and self.factors == "banded":
+            raise conflict("a residual goes with factors of one width, not with banded ones", "residual")
         return self
+
+
+def _settle_options(model: _Model, codec: str) -> None:
+    """Refuse options of other codecs, and fill in the defaults of this one.
+
+    Raises:
+        PydanticCustomError: naming the option.
+    """
+    for option, (owner, default) in _OWNERS.items():
+        if option not in type(model).model_fields:
+            continue
+        given = getattr(model, option)
+        if given is not None and owner != codec:
+            raise conflict(f"{option} is an option of {owner}, and the codec is {codec}", option)
+        if given is None and owner == codec:
+            if option in ("step", "rows"):
+                raise conflict(f"the codec {codec} needs {option}", "codec")
+            model._settle(**{option: default})
 
 
 class DeltaRule(Delta):
@@ -131,6 +190,8 @@ class DeltaRule(Delta):
     def _rank_needs_lowrank(self) -> DeltaRule:
         if self.rank is not None and self.codec != "lowrank":
             raise conflict(f"rank is an option of lowrank, and the codec is {self.codec}", "rank")
+        if self.rank is not None and self.factors == "banded":
+            raise conflict("banded factors have no rank of their own: a budget is spent on them", "rank")
         return self
 
     @property
@@ -139,10 +200,14 @@ class DeltaRule(Delta):
 
 
 class Deltas(_Model):
-    """The default codec and the exceptions to it; the first rule that fits a name holds."""
+    """The default codec and the exceptions to it; the first rule that fits a name holds.
+
+    With `keep_exact` what a lossy codec gets wrong is stored as well, beside any budget: all bits come back.
+    """
 
     default: Delta = Delta()
     rules: tuple[DeltaRule, ...] = ()
+    keep_exact: StrictBool = False
 
     def fallback(self) -> DeltaRule:
         """The default as the rule that fits every name."""
@@ -182,16 +247,21 @@ class Recipe(_Model):
         rules.append((self.deltas.fallback(), ("deltas", "default", "codec")))
         users = [(rule, path) for rule, path in rules if rule.needs_objective]
         kind = self.objective.kind
-        if kind is None:
-            if users:
-                self._settle(objective=Objective(budget=DEFAULT_BUDGET))
+        if kind is None and not users:
             return self
+        if kind is None:
+            kind = "budget"
+            self._settle(objective=Objective(budget=DEFAULT_BUDGET))
         if not users:
             raise conflict(f"the codec {self.deltas.default.codec} takes no objective, found {kind}", "objective", kind)
         wanted = {"rank": "lowrank", "density": "sparse"}.get(kind)
         for rule, path in users:
             if wanted is not None and rule.codec != wanted:
                 raise conflict(f"the objective {kind} needs the codec {wanted}, found {rule.codec}", *path)
+            if kind == "rank" and rule.factors == "banded":
+                raise conflict("banded factors have no one rank: give a budget", *path[:-1], "factors")
+            if kind != "density" and rule.select == "effect":
+                raise conflict(f"select: effect needs the objective density, found {kind}", *path[:-1], "select")
         return self
 
     def canonical(self) -> dict[str, Any]:
@@ -199,4 +269,7 @@ class Recipe(_Model):
 
         Without `limits`, which must not change the bytes written, and without `about`, which is prose.
         """
-        return self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"limits", "about"})
+        document = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"limits", "about"})
+        if not self.deltas.keep_exact:
+            del document["deltas"]["keep_exact"]
+        return document

@@ -11,7 +11,7 @@ from mfs_decompose.source.adapter_config import parse_adapter_config
 from mfs_decompose.source.adapter_draft import Change, Draft, Json
 from mfs_decompose.source.adapter_keys import sort_keys
 from mfs_decompose.source.adapter_names import LoadMap, Names
-from mfs_decompose.source.adapter_notes import describe
+from mfs_decompose.source.adapter_notes import describe, warn
 from mfs_decompose.source.adapter_tying import config_changes, find_ends, settle_tying
 from mfs_decompose.source.align import GroupKind
 from mfs_decompose.source.checkpoint import Checkpoint
@@ -39,12 +39,13 @@ class MergedTensor:
 class Merge:
     """All tensors of the merged checkpoint by name, sorted.
 
-    `notes` are for the user. `config_changes` go into the base's config.json; objects inside it are merged with the
-    config's own.
+    `notes` and `warnings` are for the user. `config_changes` go into the base's config.json; objects inside it are
+    merged with the config's own.
     """
 
     tensors: Mapping[str, MergedTensor]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
     config_changes: Mapping[str, object]
 
 
@@ -80,7 +81,8 @@ def resolve_adapter(adapter: Checkpoint, base: Checkpoint, load_map: LoadMap | N
     shapes = {name: tensor.spec.shape for name, tensor in tensors.items()}
     changes = config_changes(base, ends, shapes, apart=apart, where=where)
     changed = [name for name, tensor in tensors.items() if tensor.params is not None]
-    return Merge(tensors, describe(attached, adapter, base, changed, apart=apart), changes)
+    notes = describe(attached, adapter, base, changed, apart=apart)
+    return Merge(tensors, notes, warn(attached, adapter, base), changes)
 
 
 def _transformers_map(base: Checkpoint) -> LoadMap:

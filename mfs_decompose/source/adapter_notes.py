@@ -19,23 +19,26 @@ _MAX_CARD = 2**20
 def describe(
     attached: Attacher, adapter: Checkpoint, base: Checkpoint, changed: Sequence[str], *, apart: bool
 ) -> tuple[str, ...]:
-    """The notes of one adapter, the count of changed tensors first."""
+    """The notes of one adapter, the count of changed tensors first; for what is no more than a fact of it."""
     notes = [f"adapter: changes {len(changed)} of the base's {len(base.tensors)} tensors"]
     ways = Counter(attached.names.ways.values())
+    total = sum(ways.values())
     if ways["renamed"]:
-        total = sum(ways.values())
         notes.append(f"adapter: {ways['renamed']} of {total} names match under another prefix: {attached.names.rule}")
     if ways["mapped"]:
-        notes.append(f"adapter: {ways['mapped']} names found in the base by the architecture's own map of its weights")
+        notes.append(f"adapter: found by transformers' own map of the base's names: {ways['mapped']} of {total}")
     if attached.new:
         notes.append(f"adapter: brings {first_few(sorted(attached.new))}, which the base lacks")
     if apart:
         notes.append("adapter: embeddings and head differ from now on, stored apart (tie_word_embeddings false)")
     if attached.keys.copies:
         notes.append(f"adapter: {len(attached.keys.copies)} tensors of its file are copies and not used")
-    notes.extend(_incomplete(attached, base))
-    notes.extend(_quantised(attached.config.trained_on, adapter))
     return tuple(notes)
+
+
+def warn(attached: Attacher, adapter: Checkpoint, base: Checkpoint) -> tuple[str, ...]:
+    """What may be wrong with it, without a proof."""
+    return (*_incomplete(attached, base), *_quantised(attached.config.trained_on, adapter))
 
 
 def _incomplete(attached: Attacher, base: Checkpoint) -> list[str]:

@@ -44,9 +44,12 @@ def find_ends(base: Checkpoint, draft: Draft, where: str) -> Ends | None:
     heads = [name for name in base.tensors if vocabulary_role(name) == "head"]
     flags = {config["tie_word_embeddings"] for config in _configs(base.config) if "tie_word_embeddings" in config}
     named = [name for name in draft.changes if vocabulary_role(name) is not None]
+    new = [name for name in named if name not in base.tensors]
+    if not embeddings and new:  # the head of a tied base, found by the map of its names
+        embeddings = [start.name for name in new if (start := draft.starts[name]) is not None]
+    if (len(embeddings) > 1 or len(heads) > 1) and named and False not in flags:
+        raise _cannot_untie(where, named[0])
     if len(embeddings) != 1 or len(heads) > 1:
-        if named and False not in flags:
-            raise _cannot_untie(where, named[0])
         return None
     if heads:
         return Ends(embeddings[0], heads[0], True, True in flags)

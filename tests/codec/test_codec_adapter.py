@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def merge(
     rows = opened.spec.rows
     edges = [rows * at // blocks for at in range(blocks + 1)]
     read = None if base is None else lambda low, high: base[low:high]
-    parts = [opened.rows(low, high, read) for low, high in zip(edges, edges[1:], strict=False)]
+    parts = [opened.rows(low, high, read) for low, high in pairwise(edges)]
     assert all(part.dtype == torch.float64 for part in parts)
     return torch.cat(parts) if shape else parts[0]
 
@@ -153,7 +154,7 @@ class TestAgainstSlowOracles:
 
 
 class TestHostileParameters:
-    tensors: Tensors = {
+    tensors: ClassVar[Tensors] = {
         "a": draw(1, 3, 7),
         "b": draw(2, 5, 3),
         "m": torch.ones(5),
@@ -297,7 +298,7 @@ def test_broken_values_are_counted_apart() -> None:
     values = torch.ones(4, 5)
     values[0, :3], values[1, 1], values[2, 2] = torch.nan, torch.inf, -torch.inf
     with pytest.raises(
-        SourceIncompatible, match="'m.lora_A' is broken: 3 of its 20 values are NaN and 2 infinite"
+        SourceIncompatible, match=r"'m\.lora_A' is broken: 3 of its 20 values are NaN and 2 infinite"
     ) as caught:
         check_adapter_values("m.lora_A", values)
     assert caught.value.exit_code == 12

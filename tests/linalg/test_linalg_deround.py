@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from linalg_matrices import generator
-from merges import merged_lora
+from merged_loras import merged_lora
 
 from mfs_decompose.linalg.boxes import delta_boxes, has_boxes, share_outside
 from mfs_decompose.linalg.deround import _BLOCK, _slopes, balance, deround

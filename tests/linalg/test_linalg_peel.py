@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from linalg_matrices import generator
-from merges import merged_lora
+from merged_loras import merged_lora
 
 from mfs_decompose.linalg.peel import Problem, find_rank, first_tau, least_error, make_problem, standing_out
 

@@ -162,7 +162,7 @@ def test_a_variant_that_stores_its_embedding_twice(tmp_path: Path, recipe: dict[
     assert tensors[EMBEDDING]["exact"] == tensors[HEAD]["exact"] == (recipe == LOSSLESS)
     sizes = {variant.id: variant.bytes for variant in report.variants}
     if "objective.budget" not in recipe:
-        assert abs(sizes["twice"] - sizes["once"]) < 8  # the other name of an entry, and padding
+        assert abs(sizes["twice"] - sizes["once"]) <= 8  # the other name of an entry, and padding
     check_restores(tmp_path / "art", "twice", own, tmp_path / "out")
     _, weights = back(tmp_path / "art", "twice", tmp_path / "again")
     assert same_bits(weights[EMBEDDING], weights[HEAD])

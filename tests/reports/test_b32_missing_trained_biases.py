@@ -16,14 +16,14 @@ def test_both_spellings(tmp_path: Path, spelling: str) -> None:
     tensors = factors(Q, 12, 8, 4) | {f"base_model.model.{Q}.{spelling}": draw("t", 12)}
     weights, found = merge(tmp_path, toy_base(biases=True), tensors, {"bias": "lora_only"})
     assert torch.equal(weights[f"{Q}.bias"], tensors[f"base_model.model.{Q}.{spelling}"].double())
-    assert not any("incomplete" in note for note in found.notes)
+    assert not any("incomplete" in note for note in found.warnings)
 
 
 @pytest.mark.parametrize(("bias", "count"), [("lora_only", 1), ("all", 2)])
 def test_none_of_them(tmp_path: Path, bias: str, count: int) -> None:
     base = toy_base(biases=True)
     weights, found = merge(tmp_path, base, factors(Q, 12, 8, 4), {"bias": bias})
-    (note,) = [note for note in found.notes if "incomplete" in note]
+    (note,) = [note for note in found.warnings if "incomplete" in note]
     assert f"{count} keep the base's values" in note
     assert f"{Q}.bias" in note
     assert torch.equal(weights[f"{Q}.bias"], base[f"{Q}.bias"].double())
@@ -31,7 +31,7 @@ def test_none_of_them(tmp_path: Path, bias: str, count: int) -> None:
 
 def test_a_base_without_biases_promises_nothing(tmp_path: Path) -> None:
     _, found = merge(tmp_path, toy_base(), factors(Q, 12, 8, 4), {"bias": "all"})
-    assert not any("incomplete" in note for note in found.notes)
+    assert not any("incomplete" in note for note in found.warnings)
 
 
 def test_a_bias_of_a_layer_without_one(tmp_path: Path) -> None:

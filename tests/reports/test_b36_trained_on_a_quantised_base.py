@@ -23,7 +23,7 @@ from adapters import merged_weights
 )
 def test_by_the_name_of_its_base(tmp_path: Path, name: str, warned: bool) -> None:
     _, found = merge(tmp_path, toy_base(), factors(Q, 12, 8, 4), {"base_model_name_or_path": name})
-    notes = [note for note in found.notes if "trained on a quantised base" in note]
+    notes = [note for note in found.warnings if "trained on a quantised base" in note]
     assert bool(notes) == warned
     assert all(name in note for note in notes)
 
@@ -36,4 +36,4 @@ def test_by_its_card(tmp_path: Path, card: str, warned: bool) -> None:
     write(tmp_path, toy_base(), factors(Q, 12, 8, 4), {})
     (tmp_path / "adapter" / "README.md").write_text("The following config was used:\n" + card)
     _, found = merged_weights(tmp_path / "adapter", tmp_path / "base")
-    assert any("README.md says load_in_" in note for note in found.notes) == warned
+    assert any("README.md says load_in_" in note for note in found.warnings) == warned

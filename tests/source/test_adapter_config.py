@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import pytest
-from adapters import BASES, KINDS
+from adapter_kinds import BASES, KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +48,7 @@ def test_what_peft_saves_by_default_is_read() -> None:
     assert (found.rank("m.q"), found.scale("m.q"), found.bias) == (5, 0.6, "none")
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["patterns", "rslora_patterns"])
 def test_ranks_and_scales_are_those_of_peft(name: str) -> None:
     from peft import LoraConfig, get_peft_model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ class TestPrefixes:
 
     def test_two_that_would_do_are_refused(self, tmp_path: Path) -> None:
         base = {f"{tower}.layers.0.q.weight": torch.randn(6, 4) for tower in ("text", "vision")}
-        with pytest.raises(SourceIncompatible, match="none of 1 modules .* not there: model.layers.0.q"):
+        with pytest.raises(SourceIncompatible, match=r"none of 1 modules .* not there: model\.layers\.0\.q"):
             resolve(tmp_path, base, pair("model.layers.0.q", 6, 4), map_of())
 
     def test_what_matches_under_none_is_named(self, tmp_path: Path) -> None:
@@ -105,6 +105,16 @@ class TestPrefixes:
 
 
 class TestTheMap:
+    def test_a_tensor_under_another_name(self, tmp_path: Path) -> None:
+        load = map_of(Parameter("m.q.weight", (6, 4), whole("a.b", (6, 4))))
+        tensors = pair("m.q", 6, 4) | {"m.o.weight": torch.randn(3, 4)}
+        more = Parameter("m.o.weight", (3, 4), whole("c", (3, 4)))
+        both = map_of(load().parameters["m.q.weight"], more)
+        base = {"a.b": torch.randn(6, 4), "c": torch.zeros(3, 4)}
+        merge = resolve(tmp_path, base, tensors, both, modules_to_save=["o"])
+        assert {name: tensor.kind for name, tensor in merge.tensors.items()} == {"a.b": "same", "c": "same"}
+        assert torch.equal(merged(tmp_path, merge, "c"), tensors["m.o.weight"].double())
+
     def test_a_part_of_a_fused_tensor(self, tmp_path: Path) -> None:
         """The model has q and v apart where the file has them below each other: what is not targeted stays."""
         fused = torch.randn(10, 4)
@@ -120,7 +130,7 @@ class TestTheMap:
             expected[rows] += 2.5 * b @ a
         torch.testing.assert_close(merged(tmp_path, merge, "qkv.weight"), expected)
         assert merge.notes[0] == "adapter: changes 1 of the base's 1 tensors"
-        assert "2 names found in the base by the architecture's own map" in merge.notes[1]
+        assert merge.notes[1] == "adapter: found by transformers' own map of the base's names: 2 of 2"
         assert piece.takes_all
 
     def test_a_fused_parameter_of_several_tensors(self, tmp_path: Path) -> None:
@@ -177,6 +187,7 @@ class TestTheMap:
             "words": "same",
         }
         assert merge.tensors["words"].params is None
+        assert merge.config_changes == {"tie_word_embeddings": False}
 
     def test_an_order_that_cannot_be_followed(self, tmp_path: Path) -> None:
         strange = Piece("w", (4, 2, 3), ((0, 4), (0, 2), (0, 3)), ((0, 4), (0, 2), (0, 3)), (1, 0, 2))
@@ -194,7 +205,7 @@ class TestTheMap:
 
 
 class TestWrappedParameters:
-    base = {"x.experts.up": torch.randn(2, 6, 4), "x.experts.down": torch.randn(2, 4, 5)}
+    base: ClassVar = {"x.experts.up": torch.randn(2, 6, 4), "x.experts.down": torch.randn(2, 4, 5)}
 
     @staticmethod
     def factors(outs: int, ins: int, inner: bool) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ class TestFolders:
 
     def test_both_are_refused_until_one_is_named(self, both: Path) -> None:
         with pytest.raises(
-            SourceIncompatible, match="found whole weights .model.safetensors. and an adapter"
+            SourceIncompatible, match=r"found whole weights \(model\.safetensors\) and an adapter"
         ) as caught:
             open_checkpoint(both, "x")
         assert caught.value.exit_code == 12
@@ -108,22 +109,22 @@ class TestFolders:
     def test_a_pickle(self, tmp_path: Path) -> None:
         write_adapter(tmp_path, TENSORS, CONFIG)
         (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
-        with pytest.raises(SourceIncompatible, match="found adapter_model.bin, a pickle") as caught:
+        with pytest.raises(SourceIncompatible, match=r"found adapter_model\.bin, a pickle") as caught:
             open_checkpoint(tmp_path, "x")
         assert "save_pretrained" in (caught.value.hint or "")
 
     def test_what_is_asked_for_and_not_there(self, tmp_path: Path) -> None:
         write_adapter(tmp_path / "a", TENSORS, CONFIG)
         random_checkpoint(tmp_path / "w", {"w": torch.ones(3)})
-        with pytest.raises(SourceNotFound, match="expected whole weights in .*, found an adapter"):
+        with pytest.raises(SourceNotFound, match=r"expected whole weights in .*, found an adapter"):
             open_checkpoint(tmp_path / "a", "x", take="weights")
-        with pytest.raises(SourceNotFound, match="expected an adapter in .*, found none"):
+        with pytest.raises(SourceNotFound, match=r"expected an adapter in .*, found none"):
             open_checkpoint(tmp_path / "w", "x", take="adapter")
 
     def test_a_broken_config(self, tmp_path: Path) -> None:
         write_adapter(tmp_path, TENSORS, CONFIG)
         (tmp_path / "adapter_config.json").write_text("[1]")
-        with pytest.raises(SourceIncompatible, match="expected an object in .*adapter_config.json"):
+        with pytest.raises(SourceIncompatible, match=r"expected an object in .*adapter_config\.json"):
             open_checkpoint(tmp_path, "x")
 
 
@@ -153,7 +154,7 @@ class TestReferences:
 
 
 class TestTheHub:
-    files = {
+    files: ClassVar = {
         "adapter_config.json": json.dumps(CONFIG).encode(),
         "adapter_model.safetensors": shard({"m.q.lora_A.weight": (2, 3), "m.q.lora_B.weight": (5, 2)}, 1),
         "README.md": b"card",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import BASES, KINDS, Made, logits_of, make_adapter, make_base, merge_by_us, peft_logits
+from adapter_kinds import BASES, KINDS
+from adapters import Made, logits_of, make_adapter, make_base, merge_by_us, peft_logits
 
 # PEFT drops the old spelling of biases without a word; we read it, as the adapter's author meant it.
 _READ_BY_US_ALONE = {"bias_old_names": "bias_same_names"}

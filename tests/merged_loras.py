@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from linalg_matrices import generator
 
 
 def merged_lora(
@@ -19,7 +18,7 @@ def merged_lora(
     The LoRA's directions fall to a third of the first. With `rounded_first` it is rounded to `dtype` before the sum is,
     as a merge into a model of that dtype does it.
     """
-    draw = generator(seed)
+    draw = torch.Generator().manual_seed(seed)
     base = (torch.randn(shape, generator=draw) * 0.02).to(dtype)
     up = torch.randn(shape[0], rank, generator=draw) * torch.linspace(1, 1 / 3, rank)
     delta = up @ torch.randn(rank, shape[1], generator=draw)

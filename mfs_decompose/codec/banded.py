@@ -1,0 +1,198 @@
+"""Banded: a delta as a sum of outer products, strong directions with many bits and weak ones with few.
+
+Directions lie in five bands (linalg/bands.py), strongest first; factors are odd integers times a byte a group
+(linalg/midrise.py), directions carry one bf16 gain. The error of the first factor is fed into the second: with v^ for
+v, the left factor is solved for so that the stored delta agrees with the fitted one on all of its input directions.
+Agreeing there, and not having the least error, is what keeps drift low: least squares would shrink the delta.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from mfs_decompose.codec.arrays import read_array, tensor_bytes
+from mfs_decompose.codec.base import Delta, Emit, Fetch
+from mfs_decompose.codec.tree import CodecNode, Part
+from mfs_decompose.errors import ArtifactInvalid
+from mfs_decompose.linalg.bands import WIDTHS, Bands
+from mfs_decompose.linalg.midrise import Levels, dequantise_levels, integers, quantise_levels
+from mfs_decompose.linalg.packing import pack_bits, packed_bytes, unpack_bits
+from mfs_decompose.linalg.shapes import GROUP
+
+_EXACT = 1 << 53
+_EXPONENTS = range(-500, 501)
+_MAX_GROWTH = 2.0  # of a left direction by the feedback; more means that the quantised right factor is near singular
+
+
+class Banded:
+    """The codec `banded`; parameters are the bands, the group and a power of two for the whole tensor."""
+
+    name = "banded"
+
+    def encode(self, left_RO: torch.Tensor, right_RI: torch.Tensor, bands: Bands, emit: Emit) -> CodecNode:
+        """Write the leading `sum(bands)` directions of `left.T @ right`, finite factors, strongest direction first.
+
+        Directions of either factor must be orthogonal, as those of linalg/svd.py are. Bytes depend on the number of
+        torch threads like those of the SVD do: set one where bytes matter.
+        """
+        rank = sum(bands)
+        assert rank <= left_RO.shape[0] == right_RI.shape[0], f"bands {bands} of rank {left_RO.shape[0]}"
+        left, right, exponent = _balance(left_RO[:rank], right_RI[:rank])
+        vs = _quantise(right, bands)
+        us = _quantise(_feed_back(left, right, vs), bands)
+        gains = torch.tensor(
+            [gain for u, v in zip(us, vs, strict=True) for gain in (u.gains * v.gains).tolist()], dtype=torch.float64
+        )
+        arrays = {"gain": _round_gains(gains, _peaks(us, vs))}
+        for side, levels, length in (("u", us, left.shape[1]), ("v", vs, right.shape[1])):
+            none = torch.zeros(0, -(-length // GROUP), dtype=torch.uint8)
+            arrays[side + "s"] = torch.cat([none, *(level.scales for level in levels)])
+            arrays[side] = torch.cat(
+                [torch.zeros(0, dtype=torch.uint8), *(pack_bits(x.codes, x.bits).reshape(-1) for x in levels)]
+            )
+        parts, offset = [], 0
+        for name, values in arrays.items():
+            data = tensor_bytes(values)
+            emit(data)
+            dtype = "BF16" if name == "gain" else "U8"
+            parts.append(Part(name, dtype, tuple(values.shape), offset, len(data)))
+            offset += len(data)
+        return CodecNode(
+            "banded", params={"bands": list(bands), "group": GROUP, "exponent": exponent}, parts=tuple(parts)
+        )
+
+    def open(self, node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Delta:
+        """Open a stored delta.
+
+        Raises:
+            ArtifactInvalid: the node is not one that `encode` can write.
+        """
+        bands, exponent = _read_bands(node, shape)
+        rank = sum(bands)
+        gains = read_array(node, "gain", fetch, "BF16", (rank,))
+        if not bool(torch.isfinite(gains).all()):
+            raise ArtifactInvalid("codec 'banded': a gain is not finite")
+        us, vs = (_read_side(node, side, fetch, bands, length) for side, length in zip("uv", shape, strict=True))
+        if not _is_exact(gains, _peaks(us, vs)):
+            raise ArtifactInvalid("codec 'banded': factors whose product could round")
+        return _Product(us, vs, torch.ldexp(gains.to(torch.float64), torch.tensor(exponent)), shape)
+
+
+class _Product:
+    """Integers below 2^53 of one unit throughout (`_is_exact`), so that fp64 sums are exact in any order."""
+
+    def __init__(self, us: list[Levels], vs: list[Levels], gains: torch.Tensor, shape: tuple[int, int]) -> None:
+        self._us, self._gains, self._columns = us, gains, shape[1]
+        whole = [integers(v.codes, v.scales, v.bits) for v in vs]
+        self._v_RI = torch.cat(whole) if whole else torch.zeros(0, shape[1], dtype=torch.float64)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        if not self._us:
+            return torch.zeros(stop - start, self._columns, dtype=torch.float64)
+        u_RO = torch.cat([integers(u.codes[:, start:stop], u.scales, u.bits, start) for u in self._us])
+        return (u_RO * self._gains.unsqueeze(1)).mT @ self._v_RI
+
+
+def _balance(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Both factors scaled by powers of two to a largest value of about 1, and the power of two that was taken out."""
+    found, taken = [], 0
+    for side in (left, right):
+        peak = float(side.abs().max()) if side.numel() else 0.0
+        power = math.frexp(peak)[1] if peak > 0 else 0
+        found.append(torch.ldexp(side.to(torch.float64), torch.tensor(-power)).to(torch.float32))
+        taken += power
+    return found[0], found[1], taken
+
+
+def _edges(bands: Bands) -> list[tuple[int, int, int]]:
+    """Bits, first direction and end of each band that has any."""
+    edges = pairwise(accumulate(bands, initial=0))
+    return [(bits, *edge) for bits, edge in zip(WIDTHS, edges, strict=True) if edge[0] < edge[1]]
+
+
+def _quantise(directions: torch.Tensor, bands: Bands) -> list[Levels]:
+    return [quantise_levels(directions[first:end], bits) for bits, first, end in _edges(bands)]
+
+
+def _feed_back(left_RO: torch.Tensor, right_RI: torch.Tensor, vs: Sequence[Levels]) -> torch.Tensor:
+    """U with `U^T V^ V^T = left^T V V^T`: the stored delta has the fitted one's effect on every input direction."""
+    if not vs:
+        return left_RO
+    left, right = left_RO.to(torch.float64), right_RI.to(torch.float64)
+    sizes = right.norm(dim=1)
+    safe = torch.where(sizes > 0, sizes, 1.0)
+    mixed = (torch.cat([dequantise_levels(v) for v in vs]) / safe.unsqueeze(1)) @ (right / safe.unsqueeze(1)).mT
+    mixed.diagonal().masked_fill_(sizes == 0, 1.0)
+    solved, failed = torch.linalg.solve_ex(mixed.mT, left * safe.unsqueeze(1))
+    solved = solved / safe.unsqueeze(1)
+    grown = solved.norm(dim=1) > _MAX_GROWTH * left.norm(dim=1)
+    if int(failed) or not bool(torch.isfinite(solved).all()) or bool(grown.any()):
+        return left_RO
+    fed_back: torch.Tensor = solved.to(torch.float32)
+    return fed_back
+
+
+def _peaks(us: Sequence[Levels], vs: Sequence[Levels]) -> list[int]:
+    """For each direction the largest magnitude that a product of its integers can have."""
+    found: list[int] = []
+    for u, v in zip(us, vs, strict=True):
+        sides = [_largest(side) for side in (u, v)]
+        found += [a * b * ((1 << u.bits) - 1) ** 2 for a, b in zip(*sides, strict=True)]
+    return found
+
+
+def _largest(side: Levels) -> list[int]:
+    return [int(scale) for scale in side.scales.amax(dim=1).tolist()] if side.scales.shape[1] else [0] * len(side.codes)
+
+
+def _round_gains(gains: torch.Tensor, peaks: list[int]) -> torch.Tensor:
+    """Gains as bf16, all multiples of one power of two so large that the sum over directions stays exact in fp64."""
+    bound = math.fsum(float(gain) * peak for gain, peak in zip(gains.tolist(), peaks, strict=True))
+    if bound == 0:
+        return gains.to(torch.bfloat16)
+    # One bit more than needed: rounding to bf16 may enlarge a gain.
+    unit = math.ldexp(1.0, math.frexp(bound)[1] + 1 - 53)
+    rounded = ((gains.to(torch.bfloat16).to(torch.float64) / unit).round() * unit).to(torch.bfloat16)
+    assert _is_exact(rounded, peaks)
+    return rounded
+
+
+def _is_exact(gains: torch.Tensor, peaks: list[int]) -> bool:
+    pairs = [(math.frexp(abs(gain)), peak) for gain, peak in zip(gains.tolist(), peaks, strict=True) if gain and peak]
+    whole = [(int(math.ldexp(mantissa, 8)), exponent, peak) for (mantissa, exponent), peak in pairs]
+    odd = [(m >> _zeros(m), e + _zeros(m), peak) for m, e, peak in whole]
+    least = min((e for _, e, _ in odd), default=0)
+    return sum(m * peak << (e - least) for m, e, peak in odd) < _EXACT
+
+
+def _zeros(number: int) -> int:
+    return (number & -number).bit_length() - 1
+
+
+def _read_bands(node: CodecNode, shape: tuple[int, int]) -> tuple[Bands, int]:
+    bands, exponent = node.params.get("bands"), node.params.get("exponent")
+    counts = [n for n in bands if type(n) is int and 0 <= n <= min(shape)] if isinstance(bands, list) else []
+    if not isinstance(bands, list) or len(counts) != len(bands) or len(bands) != len(WIDTHS):
+        raise ArtifactInvalid(f"codec 'banded': expected {len(WIDTHS)} counts of directions, found {bands!r}"[:200])
+    if sum(counts) > min(shape) or node.params.get("group") != GROUP:
+        found = f"{sum(counts)} directions in groups of {node.params.get('group')!r}"
+        raise ArtifactInvalid(f"codec 'banded' of a delta {list(shape)}: found {found}"[:200])
+    if type(exponent) is not int or exponent not in _EXPONENTS:
+        raise ArtifactInvalid(f"codec 'banded': expected an exponent within +-500, found {exponent!r}"[:200])
+    return tuple(counts), exponent
+
+
+def _read_side(node: CodecNode, side: str, fetch: Fetch, bands: Bands, length: int) -> list[Levels]:
+    sizes = [(end - first) * packed_bytes(length, bits) for bits, first, end in _edges(bands)]
+    scales = read_array(node, side + "s", fetch, "U8", (sum(bands), -(-length // GROUP)))
+    packed = read_array(node, side, fetch, "U8", (sum(sizes),))
+    pieces = torch.split(packed, sizes)
+    gains = torch.ones(0, dtype=torch.float64)
+    return [
+        Levels(unpack_bits(data.view(end - first, -1), bits, length), scales[first:end], gains, bits)
+        for data, (bits, first, end) in zip(pieces, _edges(bands), strict=True)
+    ]
