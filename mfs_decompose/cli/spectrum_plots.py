@@ -70,7 +70,9 @@ def _draw_singular_values(axes: Axes, curves: dict[str, Curve], title: str) -> N
         kept = [(k, value) for k, value in zip(curve.direction, curve.singular_value, strict=True) if value > 0.0]
         _line(axes, at, family, "singular", [k for k, _ in kept], [value for _, value in kept])
         if curve.noise_level > 0.0:
-            axes.axhline(curve.noise_level, color=_shade(at), linestyle=":", linewidth=1.0, gid=f"noise:{family}")
+            axes.axhline(
+                curve.noise_level, color=_shade(at), linestyle=":", linewidth=1.0, gid=_safe(f"noise:{family}")
+            )
     axes.plot([], [], color="0.3", linestyle=":", linewidth=1.0, label="largest of rounding noise alone, predicted")
     axes.set(
         title=f"Singular values: {title}",
@@ -100,7 +102,7 @@ def _draw_effective_rank(figure: Figure, cells: Sequence[tuple[int | None, str, 
         axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=str(1 - dark), edgecolor="0.8", linewidth=0.5))
         axes.text(
             x, y, f"{rank:.3g}", ha="center", va="center", fontsize=7, color="white" if dark > 0.5 else "black",
-            gid=f"cell:{layer}:{family}",
+            gid=_safe(f"cell:{layer}:{family}"),
         )  # fmt: skip
     axes.set(
         title=f"Effective rank: {title}",
@@ -124,7 +126,7 @@ def _line(axes: Axes, at: int, family: str, kind: str, x: Sequence[float], y: Se
         markersize=4,
         linewidth=1.3,
         label=_label(family),
-        gid=f"{kind}:{family}",
+        gid=_safe(f"{kind}:{family}"),
     )
 
 
@@ -153,8 +155,13 @@ def _shade(at: int) -> tuple[float, float, float, float]:
 
 def _label(family: str) -> str:
     """A family's name; a leading underscore would hide it from the legend."""
-    name = visible(family[:60], keep="")
+    name = _safe(family[:60])
     return f" {name}" if name.startswith("_") else name
+
+
+def _safe(name: str) -> str:
+    """A stranger's name with what XML cannot hold written out."""
+    return visible(name, keep="").encode("utf-8", "backslashreplace").decode()
 
 
 def _svg(fill: Callable[[Figure], None]) -> bytes:

@@ -44,7 +44,7 @@ class DeadZone:
             data = encode_integers(_zigzag(codes), np.zeros(codes.size, np.uint8), 1)
             emit(data)
             sizes.append(len(data))
-        kept: dict[str, Json] = {"step": step, "points": [*points], "sizes": [*sizes]}
+        kept: dict[str, Json] = {"shape": [*shape], "step": step, "points": [*points], "sizes": [*sizes]}
         return CodecNode("deadzone", params=kept, parts=(Part("data", "U8", (sum(sizes),), 0, sum(sizes)),))
 
     def open(self, node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Delta:
@@ -56,7 +56,8 @@ class DeadZone:
         part = node.part("data")
         if len(offsets) != 2 or len(points) != 2 or len(lengths) != len(sizes):
             raise ArtifactInvalid("codec 'deadzone': expected a bf16 step, two points and sizes")
-        if len(sizes) != len(row_blocks(shape)) or sum(lengths) != part.nbytes:
+        whole = (part.dtype, part.shape, part.nbytes) == ("U8", (sum(lengths),), sum(lengths))
+        if node.params.get("shape") != list(shape) or len(sizes) != len(row_blocks(shape)) or not whole:
             raise ArtifactInvalid("codec 'deadzone': blocks do not add up to the tensor")
         return _Blocks(fetch, shape, step, (offsets[0], offsets[1]), part.offset, lengths)
 
@@ -116,9 +117,11 @@ def dead_zone_point(rows: DeltaRows, shape: tuple[int, int], step: float) -> tup
 
 
 def _step(value: Json) -> float:
-    """A positive step, rounded to bf16."""
+    """A positive step as a normal number of bf16."""
     assert isinstance(value, (int, float)) and value > 0, f"step {value!r}"
-    return float(torch.tensor(float(value), dtype=torch.float64).to(torch.bfloat16))
+    limits = torch.finfo(torch.bfloat16)
+    inside = min(max(float(value), limits.tiny), limits.max)
+    return float(torch.tensor(inside, dtype=torch.float64).to(torch.bfloat16))
 
 
 def _points(rows: DeltaRows, shape: tuple[int, int], step: float) -> tuple[int, int]:

@@ -45,9 +45,9 @@ class DirectCodec(Protocol):
 
 
 def row_blocks(shape: tuple[int, int]) -> list[tuple[int, int]]:
-    """Rows start..stop of blocks of about a million elements, cut by shape alone, eight rows at least."""
+    """Rows start..stop of blocks of about a million elements, cut by shape alone, eight rows at least; one without rows has one."""
     step = max(8, DECODE_ELEMENTS // max(shape[1], 1) // 8 * 8)
-    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+    return [(start, min(start + step, shape[0])) for start in range(0, max(shape[0], 1), step)]
 
 
 def params_of(node: CodecNode, **allowed: tuple[Json, ...]) -> list[Json]:

@@ -81,7 +81,7 @@ class Ternary:
 
         def unpack(packed: torch.Tensor) -> torch.Tensor:
             trits = (packed.to(torch.int16).unsqueeze(2) // _POWERS) % 3 - 1
-            return trits.view(packed.shape[0], -1)[:, : shape[1]].to(torch.float64)
+            return trits.flatten(1)[:, : shape[1]].to(torch.float64)
 
         return PackedRows(node, fetch, -(-shape[1] // TRITS), shape, scales, unpack)
 
@@ -101,7 +101,7 @@ def quantise_groups(values_NI: torch.Tensor, levels: int, *, clip: bool) -> tupl
             error = _error(values, scales, levels, unit)
             better = error < least
             least, best = torch.where(better, error, least), torch.where(better, scales, best)
-    codes = _round(values, best, levels).view(values.shape[0], -1)
+    codes = _round(values, best, levels).flatten(1)
     return codes[:, : values_NI.shape[1]], best
 
 

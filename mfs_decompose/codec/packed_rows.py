@@ -43,7 +43,7 @@ def write_packed(
         scales.append(own)
     if scale is not None:
         scales = [scale]
-    whole = torch.cat(scales) if scales else torch.zeros(0, dtype=torch.bfloat16)
+    whole = torch.cat(scales)
     emit(tensor_bytes(whole))
     nbytes = shape[0] * width
     parts = (

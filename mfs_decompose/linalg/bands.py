@@ -22,8 +22,8 @@ ERROR = {8: 7e-5, 6: 1.1e-3, 4: 0.0185, 3: 0.081, 2: 0.385}
 """The squared error of a direction at each width as part of its energy, measured on real and on Gaussian directions."""
 
 NOISE = 0.5
-"""What noise counts beside a direction left out, which is missed in one sense everywhere. At 5 % of the linear layers of
-two fine-tunes, KL at 1 / 0.7 / 0.5 / 0.35 / 0.2: 1.6 / 1.2 / 1.1 / 1.2 / 1.3e-4 and 2.9 / 2.1 / 1.9 / 1.7 / 1.9e-4."""
+"""What noise counts beside a direction left out, which is missed in one sense everywhere. KL of two fine-tunes, 5 % of
+their linears, at 1 / 0.7 / 0.5 / 0.35 / 0.2: 1.6 / 1.2 / 1.1 / 1.2 / 1.3e-4 and 2.9 / 2.1 / 1.9 / 1.7 / 1.9e-4."""
 
 Bands = tuple[int, ...]
 """Directions at each of WIDTHS, strongest first."""
@@ -68,7 +68,7 @@ def allocate_bands(tensors: Sequence[tuple[Sequence[float], tuple[int, int]]], b
     high = max((energies[0] for energies, _ in tensors if len(energies)), default=0.0)
     if budget <= 0 or not 0 < high < math.inf:
         return [(0,) * len(WIDTHS) for _ in tensors]
-    logs = [math.log2(high) - 200.0, math.log2(high) + 1.0]
+    logs = [max(math.log2(high) - 200.0, -1000.0), math.log2(high) + 1.0]
     for _ in range(_TURNS):
         middle = sum(logs) / 2
         spent = _spend(tensors, 2.0**middle)

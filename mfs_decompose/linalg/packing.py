@@ -27,12 +27,13 @@ def packed_bytes(length: int, bits: int) -> int:
 def pack_bits(codes_RN: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack uint8 values below 2^bits, [R, N], into uint8 [R, ceil(N * bits / 8)], lowest bits first; bits in 1..8."""
     rows, length = codes_RN.shape
-    eights = torch.nn.functional.pad(codes_RN, (0, -length % 8)).view(rows, -(-length // 8), 8)
-    words = torch.zeros(eights.shape[:2], dtype=torch.int64, device=codes_RN.device)
+    eights = -(-length // 8)
+    padded = torch.nn.functional.pad(codes_RN, (0, -length % 8)).view(rows, eights, 8)
+    words = torch.zeros(rows, eights, 1, dtype=torch.int64, device=codes_RN.device)
     for at in range(8):  # eight codes are `bits` bytes
-        words |= eights[:, :, at].to(torch.int64) << (bits * at)
-    packed = words.contiguous().view(torch.uint8).view(rows, -1, 8)[:, :, :bits]
-    return packed.reshape(rows, -1)[:, : packed_bytes(length, bits)].contiguous()
+        words[:, :, 0] |= padded[:, :, at].to(torch.int64) << (bits * at)
+    packed = words.view(torch.uint8)[:, :, :bits]
+    return packed.reshape(rows, eights * bits)[:, : packed_bytes(length, bits)].contiguous()
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, length: int) -> torch.Tensor:

@@ -162,7 +162,8 @@ def effective_rank(energies: Energies) -> float:
     total = float(energies.sum())
     if total <= 0.0:
         return 0.0
-    shares = energies[energies > 0.0] / total
+    shares = energies / total
+    shares = shares[shares > 0.0]
     return float(np.exp(-(shares * np.log(shares)).sum()))
 
 

@@ -14,7 +14,7 @@ from mfs_decompose.errors import RecipeError, UsageError
 from mfs_decompose.recipe.explain import dotted, explain, keys_at
 from mfs_decompose.recipe.origin import SET, Origins, trace
 from mfs_decompose.recipe.presets import preset_names, read_preset
-from mfs_decompose.recipe.schema import SCHEMA, Recipe
+from mfs_decompose.recipe.schema import OPTIONS, SCHEMA, Recipe
 from mfs_decompose.recipe.strict_yaml import Document, Mistake, Path, read_document, read_scalar
 
 
@@ -127,7 +127,7 @@ def _apply(data: dict[str, Any], overrides: Mapping[str, object]) -> None:
         _put(data, path, deepcopy(value))  # a later override may reach into it, and it is the caller's
     default = _get(data, codec[:-1])
     if isinstance(default, dict) and default.get("codec") != before:
-        for option in ("factors", "values"):
+        for option in OPTIONS:
             if ("deltas", "default", option) not in paths:
                 default.pop(option, None)
 

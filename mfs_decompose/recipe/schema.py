@@ -121,7 +121,7 @@ class Residual(_Model):
         return self
 
 
-_OWNERS: Mapping[str, tuple[str, object]] = {
+OPTIONS: Mapping[str, tuple[str, object]] = {
     "factors": ("lowrank", "int4"),
     "residual": ("lowrank", None),
     "values": ("sparse", "bf16"),
@@ -167,7 +167,7 @@ def _settle_options(model: _Model, codec: str) -> None:
     Raises:
         PydanticCustomError: naming the option.
     """
-    for option, (owner, default) in _OWNERS.items():
+    for option, (owner, default) in OPTIONS.items():
         if option not in type(model).model_fields:
             continue
         given = getattr(model, option)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mfs_decompose.errors import SourceIncompatible
+from mfs_decompose.source.align_notes import count
 from mfs_decompose.source.checkpoint import Checkpoint
 from mfs_decompose.source.comparable import comparable
 from mfs_decompose.source.header import TensorSpec
@@ -73,7 +74,7 @@ def describe_quantised(base: Checkpoint | None, variants: Sequence[Checkpoint]) 
         elif own.codes:
             raise SourceIncompatible(
                 f"variant {variant.id!r} is quantised ({', '.join(own.kinds)}), and codes have no mean: "
-                f"{len(own.codes)} tensors, among them {first_few(own.codes)}",
+                f"{count(own.codes)}, among them {first_few(own.codes)}",
                 hint="Give the base they were made from with --base.",
             )
         yield from _sentences(variant.id, variant, own)
@@ -109,25 +110,26 @@ def _belongs(name: str, codes: Mapping[str, str], modules: set[str]) -> bool:
 
 def _sentences(who: str, checkpoint: Checkpoint, found: Quantised) -> Iterator[str]:
     settings = checkpoint.config.get("quantization_config")
-    method = settings.get("quant_method", "") if isinstance(settings, Mapping) else None
-    said = f" (config.json: {first_few([str(method)])})" if method else ""
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    said = [f"config.json: {first_few([str(method)])}"] if method else []
     if found.codes:
-        count = len(found.codes)
         yield (
-            f"{who}: {count} quantised tensor{'' if count == 1 else 's'} of {' and '.join(found.kinds)}{said} and "
+            f"{who}: {count(found.codes)} of quantised weights ({'; '.join([*found.kinds, *said])}) and "
             f"{len(found.beside)} with their scales are stored exactly and not compared: {first_few(found.codes)}"
         )
-    elif method is not None:
-        yield f"{who}: config.json speaks of quantised weights{said}, and no tensor is: they are stored as they stand"
+    elif isinstance(settings, Mapping):
+        shown = f" ({said[0]})" if said else ""
+        yield f"{who}: config.json speaks of quantised weights{shown}, and no tensor is: they are stored as they stand"
 
 
 def _require_counterparts(base: Checkpoint, of_base: Quantised, variant: Checkpoint, own: Quantised) -> None:
     """Refuse what align would take for another architecture: one of the two is quantised, or both in other ways."""
     of_codes, of_all = {_stem(name) for name in of_base.codes}, {_stem(name) for name in base.tensors}
+    codes = set(own.codes)
     alone = [
         name
         for name, spec in variant.tensors.items()
-        if (_stem(name) in of_codes or (name in own.codes and _stem(name) in of_all))
+        if (_stem(name) in of_codes or (name in codes and _stem(name) in of_all))
         and not (name in base.tensors and comparable(base.tensors[name], spec))
     ]
     beside = [name for name in own.beside if name not in base.tensors] if alone else []
@@ -136,7 +138,7 @@ def _require_counterparts(base: Checkpoint, of_base: Quantised, variant: Checkpo
         return
     difference, hint = _difference(repr(variant.id), own, of_base)
     raise SourceIncompatible(
-        f"{difference}: {len(alone) + len(beside)} tensors, {format_fraction(share)} of its bytes, cannot be compared, "
+        f"{difference}: {count([*alone, *beside])}, {format_fraction(share)} of its bytes, cannot be compared, "
         f"among them {first_few(alone)}",
         hint=hint,
     )

@@ -90,10 +90,10 @@ def test_weights_of_fp32_have_no_boxes_and_show_their_rank() -> None:
 def test_updates_below_the_unit_are_no_lora() -> None:
     """What RL leaves of a dense update in bf16: few weights change, and the boxes are met by next to nothing."""
     base = (0.02 * drawn(NAME, 1, 160, 190)).to(torch.bfloat16)
-    for rms in (3e-5, 1e-5):
+    for rms in (1e-5, 3e-6):
         own = (base.double() + rms * drawn(NAME, 2, 160, 190)).to(torch.bfloat16)
         verdict = judged(own, base)
-        assert facts_of(own, base).changed_share < 0.1
+        assert facts_of(own, base).changed_share < 0.15
         assert verdict.kind == "sparse"
         assert verdict.rank is None
 

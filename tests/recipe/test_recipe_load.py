@@ -46,7 +46,17 @@ def test_no_recipe_is_the_preset_of_the_default_behaviour() -> None:
 
 
 def test_every_preset_loads_and_opens_with_what_and_when() -> None:
-    assert preset_names() == ("lossless", "lowrank-int4", "lowrank-r16", "sparse")
+    assert preset_names() == (
+        "lora-exact", "lossless", "lowrank-int4", "lowrank-r16", "near-lossless", "sign-1bit", "sparse",
+    )  # fmt: skip
+        "lora-exact",
+        "lossless",
+        "lowrank-int4",
+        "lowrank-r16",
+        "near-lossless",
+        "sign-1bit",
+        "sparse",
+    )
     for name in preset_names():
         what, when = read_preset(name).splitlines()[:2]
         assert what.startswith("# What: ")
@@ -67,14 +77,16 @@ def test_presets_are_found_in_the_wheel_before_anything_beside_it(
     packaged.mkdir(parents=True)
     (packaged / "only.yaml").write_text("schema: mfs.recipe/1\nseed: 5\n", encoding="utf-8")
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
-    assert preset_names() == ("only",)
+    assert preset_names() == (
+        "lora-exact", "lossless", "lowrank-int4", "lowrank-r16", "near-lossless", "sign-1bit", "sparse",
+    )  # fmt: skip
     assert load_recipe("only").seed == 5
 
 
 def test_an_unknown_preset_is_guessed() -> None:
     error = refused("lowrnk-int4")
     assert error.message == "there is no recipe named 'lowrnk-int4'; did you mean 'lowrank-int4'?"
-    assert "lossless, lowrank-int4, lowrank-r16, sparse" in error.hint
+    assert "lora-exact, lossless, lowrank-int4, lowrank-r16, near-lossless, sign-1bit, sparse" in error.hint
     assert "did you mean" not in refused("zzz").message
 
 
@@ -108,7 +120,8 @@ def test_every_mistake_is_named_with_its_line(tmp_path: Path) -> None:
         "9: deltas.rules[1].match: is missing",
         "9: deltas.rules[1].rnk: unknown key; did you mean 'rank'?",
         "10: deltas.rules[2].match: expected a glob or a list of globs, found []",
-        "11: deltas.rules[2].codec: expected lowrank, sparse, lossless or raw, "
+        "11: deltas.rules[2].codec: expected lowrank, sparse, sign, ternary, kbit, deadzone, rowsparse, lossless, "
+        "lora-exact or raw, "
         "found 'losles'; did you mean 'lossless'?",
         "12: limits.max_ram: expected an amount of bytes such as 80MB or 1.5GiB, found 'lots'",
         "14: seed: given twice, first on line 13",
@@ -146,7 +159,9 @@ def test_one_mistake_is_one_line(tmp_path: Path, text: str, message: str) -> Non
 def test_the_hint_lists_the_keys_that_go_there(tmp_path: Path) -> None:
     assert refused(write(tmp_path, "schema: mfs.recipe/1\nbase: {mod: x}\n")).hint == "base takes mode, store"
     text = "schema: mfs.recipe/1\ndeltas: {rules: [{match: a, codec: raw, x: 1}]}\n"
-    assert refused(write(tmp_path, text)).hint == "deltas.rules[0] takes codec, factors, values, match, rank"
+    assert refused(write(tmp_path, text)).hint == (
+        "deltas.rules[0] takes codec, factors, residual, values, select, scale, bits, step, rows, match, rank"
+    )
 
 
 # What the command line changes.

@@ -49,6 +49,7 @@ def test_without_a_recipe_all_is_default() -> None:
         "objective.budget",
         "deltas.default.codec",
         "deltas.default.factors",
+        "deltas.keep_exact",
         "output.shard_size",
         "seed",
     ]
@@ -66,6 +67,7 @@ def test_every_value_of_a_file_has_its_line(mine: Path) -> None:
         "deltas.rules[0].match": f"recipe {mine}:11",
         "deltas.rules[1].codec": f"recipe {mine}:13",
         "deltas.rules[1].match": f"recipe {mine}:13",
+        "deltas.keep_exact": "default",
         "output.shard_size": "default",
         "seed": "default",
     }

@@ -41,7 +41,10 @@ def test_codes_and_scales_come_back_together(folders: dict[str, Path], tmp_path:
     linears = [name for name in original if is_linear(name)]
     count = len(linears) * len(SCALES[way])
     (note,) = [line for line in ran.talk if "own: " in line]
-    assert f"own: {len(linears)} quantised tensors of FP8 (config.json: fp8) and {count} with their scales" in note
+    assert (
+        f"own: {len(linears)} tensors of quantised weights (FP8; config.json: fp8) and {count} with their scales"
+        in note
+    )
     assert "are stored exactly and not compared" in note
 
     tensors = tensors_of(tmp_path / "art", "own")
@@ -108,7 +111,7 @@ def test_a_few_codes_beside_numbers_are_stored_whole(tmp_path: Path, way: Way, r
     sources[who] = quantise(sources[who], tmp_path / "quantised", way)
     words = ["decompose", "--base", sources["base"], "--variants", f"own={sources['own']}", "--rank", "3"]
     ran = succeeded(*words, "--out", tmp_path / "art")
-    assert f"{who}: 7 quantised tensors of FP8" in ran.err
+    assert f"{who}: 7 tensors of quantised weights (FP8" in ran.err
     original, tensors = read_weights(sources["own"]), tensors_of(tmp_path / "art", "own")
     succeeded("restore", tmp_path / "art", "--variant", "own", "--out", tmp_path / "back")
     restored = read_weights(tmp_path / "back")

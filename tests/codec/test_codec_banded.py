@@ -1,0 +1,263 @@
+"""Banded factors: bytes, errors, exact decoding, and entries that are not what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from codec_entries import Stored, decaying, generator, part_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mfs_decompose.codec import banded
+from mfs_decompose.codec.banded import Banded
+from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.errors import ArtifactInvalid
+from mfs_decompose.linalg.bands import ERROR, WIDTHS, Bands, bands_bytes
+from mfs_decompose.linalg.svd import Truncation, truncated_svd
+
+_CODEC = Banded()
+_SHAPES = [(65, 33), (40, 131), (64, 64)]
+
+
+def factor(delta: torch.Tensor, rank: int = 24) -> Truncation:
+    found = truncated_svd(delta[None], rank, [3])[0]
+    assert found is not None
+    return found
+
+
+def store(found: Truncation, bands: Bands) -> Stored:
+    pieces: list[bytes] = []
+    node = _CODEC.encode(found.left, found.right, bands, pieces.append)
+    return Stored(node, b"".join(pieces))
+
+
+def decode(stored: Stored, shape: tuple[int, int]) -> torch.Tensor:
+    return _CODEC.open(stored.node, stored.fetch, shape).rows(0, shape[0])
+
+
+def only(bits: int, count: int) -> Bands:
+    return tuple(count if one == bits else 0 for one in WIDTHS)
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+@pytest.mark.parametrize("bands", [(0,) * 5, (1, 2, 3, 4, 5), (0, 0, 0, 0, 9), (3, 0, 0, 2, 0), (0, 1, 0, 0, 0)])
+def test_bytes_are_those_of_the_shape_and_bands(bands: Bands, shape: tuple[int, int]) -> None:
+    stored = store(factor(decaying(*shape, seed=1)), bands)
+    assert stored.node.nbytes == len(stored.data) == bands_bytes(shape, bands)
+    assert CodecNode.from_json(stored.node.to_json()) == stored.node
+    assert decode(stored, shape).shape == shape
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_the_error_of_a_width_is_what_the_allocation_counts_on(bits: int) -> None:
+    delta = torch.randn(500, 300, generator=generator(2))
+    found = factor(delta, 24)
+    kept = found.left.to(torch.float64).mT @ found.right.to(torch.float64)
+    error = float((decode(store(found, only(bits, 24)), (500, 300)) - kept).square().sum() / kept.square().sum())
+    assert 0.8 * ERROR[bits] < error < 1.2 * ERROR[bits]
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_the_whole_error_is_truncation_and_noise(shape: tuple[int, int]) -> None:
+    delta = decaying(*shape, seed=3)
+    found = factor(delta)
+    bands = (2, 3, 5, 6, 8)
+    decoded = decode(store(found, bands), shape)
+    widths = [bits for bits, count in zip(WIDTHS, bands, strict=True) for _ in range(count)]
+    noise = sum(float(energy) * ERROR[bits] for energy, bits in zip(found.energy, widths, strict=True))
+    left_over = found.total - float(found.energy.sum())
+    error = float((decoded - delta).square().sum())
+    assert error < left_over + 2 * noise
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_directions_do_not_shrink(bits: int) -> None:
+    """The stored delta, seen along the fitted directions, has their strength: least squares would lose up to a fifth."""
+    delta = torch.randn(500, 300, generator=generator(4))
+    found = factor(delta, 40)
+    decoded = decode(store(found, only(bits, 40)), (500, 300))
+    left, right = (
+        side.to(torch.float64) / side.to(torch.float64).norm(dim=1, keepdim=True) for side in (found.left, found.right)
+    )
+    strength = torch.einsum("ro,oi,ri->r", left, decoded, right) / found.energy.sqrt()
+    assert float((strength - 1).abs().mean()) < 0.02
+    assert float((strength - 1).abs().max()) < 0.1
+
+
+def test_the_error_of_the_first_factor_is_fed_into_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On input directions of the fit the stored delta has their effect, but for the noise of the second factor."""
+    delta = torch.randn(300, 200, generator=generator(5))
+    found, right = factor(delta, 50), None
+    fed = decode(store(found, only(2, 50)), (300, 200))
+    monkeypatch.setattr(banded, "_feed_back", lambda left, right, vs: left)
+    plain = decode(store(found, only(2, 50)), (300, 200))
+    kept = found.left.to(torch.float64).mT @ found.right.to(torch.float64)
+    right = found.right.to(torch.float64).mT
+    errors = [float(((decoded - kept) @ right).norm()) for decoded in (fed, plain)]
+    assert errors[0] < 0.85 * errors[1]
+
+
+def test_feedback_gives_way_where_it_would_amplify() -> None:
+    found = factor(torch.randn(32, 32, generator=generator(6)), 32)
+    right = found.right.clone()
+    right[1] = right[0]  # singular: no left factor can tell the two apart
+    pieces: list[bytes] = []
+    node = _CODEC.encode(found.left, right, only(3, 32), pieces.append)
+    decoded = decode(Stored(node, b"".join(pieces)), (32, 32))
+    kept = found.left.to(torch.float64).mT @ right.to(torch.float64)
+    assert float((decoded - kept).norm()) < 0.6 * float(kept.norm())
+
+
+def by_hand(stored: Stored, row: int, column: int, shape: tuple[int, int], bands: Bands) -> Fraction:
+    """One element as a sum of fractions, from the bytes."""
+    gains = torch.frombuffer(bytearray(part_bytes(stored, stored.node.part("gain"))), dtype=torch.bfloat16).tolist()
+    exponent = stored.node.integer("exponent") if stored.node.params["exponent"] >= 0 else None  # type: ignore[operator]
+    power = Fraction(2) ** int(stored.node.params["exponent"] if exponent is None else exponent)  # type: ignore[arg-type]
+    widths = [bits for bits, count in zip(WIDTHS, bands, strict=True) for _ in range(count)]
+    factors = []
+    for side, length, at in (("u", shape[0], row), ("v", shape[1], column)):
+        codes, scales = (part_bytes(stored, stored.node.part(name)) for name in (side, side + "s"))
+        start, values = 0, []
+        for r, bits in enumerate(widths):
+            width = -(-length * bits // 8)
+            number = int.from_bytes(codes[start : start + width], "little")
+            start += width
+            odd = 2 * ((number >> (bits * at)) % (1 << bits)) + 1 - (1 << bits)
+            values.append(odd * scales[r * -(-length // 64) + at // 64])
+        factors.append(values)
+    return sum((Fraction(g) * u * v for g, u, v in zip(gains, *factors, strict=True)), Fraction()) * power
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_decoding_is_the_exact_sum(shape: tuple[int, int]) -> None:
+    bands = (2, 2, 3, 4, 9)
+    stored = store(factor(decaying(*shape, seed=7)), bands)
+    decoded = decode(stored, shape)
+    for row in (0, 31, shape[0] - 1):
+        for column in (0, 17, shape[1] - 1):
+            assert Fraction(float(decoded[row, column])) == by_hand(stored, row, column, shape, bands)
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_any_window_and_any_order_give_the_same_bits(shape: tuple[int, int]) -> None:
+    stored = store(factor(decaying(*shape, seed=8)), (2, 2, 3, 4, 9))
+    opened = _CODEC.open(stored.node, stored.fetch, shape)
+    whole = opened.rows(0, shape[0])
+    for start, stop in ((0, 0), (0, 1), (5, 39), (shape[0] - 1, shape[0])):
+        assert torch.equal(opened.rows(start, stop), whole[start:stop])
+    # The sum in another order: all directions backwards, one product at a time.
+    backwards = torch.zeros(shape, dtype=torch.float64)
+    u_RO = torch.cat([banded.integers(u.codes, u.scales, u.bits) for u in opened._us])  # type: ignore[attr-defined]
+    for r in reversed(range(20)):
+        backwards += torch.outer(u_RO[r] * opened._gains[r], opened._v_RI[r])  # type: ignore[attr-defined]
+    assert torch.equal(backwards, whole)
+
+
+@given(
+    st.tuples(st.integers(8, 70), st.integers(8, 70)),
+    st.integers(0, 8),
+    st.lists(st.integers(0, 4), min_size=5, max_size=5),
+    st.sampled_from([1e-42, 1e-30, 1e-3, 1e25, 1e37]),
+    st.integers(0, 99),
+)
+def test_any_delta_decodes_to_something_finite(
+    shape: tuple[int, int], rank: int, counts: list[int], scale: float, seed: int
+) -> None:
+    draw = generator(seed)
+    delta = torch.randn(shape[0], rank, generator=draw) @ torch.randn(rank, shape[1], generator=draw)
+    delta = (delta / max(float(delta.abs().max()) if rank else 1.0, 1.0) * scale).contiguous()
+    found = factor(delta, 20)
+    taken, bands = 0, []
+    for count in counts:
+        bands.append(min(count, found.rank - taken))
+        taken += bands[-1]
+    stored = store(found, tuple(bands))
+    assert len(stored.data) == bands_bytes(shape, tuple(bands))
+    decoded = decode(stored, shape)
+    assert bool(torch.isfinite(decoded).all())
+    error, whole = (float((x.to(torch.float64) / scale).norm()) for x in (decoded - delta, delta))
+    assert error <= whole * 1.2 + 1e-3
+
+
+def test_a_wide_range_of_strengths_stays_exact() -> None:
+    """Directions 2^-60 of the strongest are below what the sum can hold beside it: they go, and decoding stays exact."""
+    found = factor(torch.randn(80, 70, generator=generator(9)), 20)
+    strength = torch.logspace(0, -18, 20)[:, None]
+    stored = store(Truncation(found.left * strength, found.right, found.energy, found.total), (20, 0, 0, 0, 0))
+    gains = torch.frombuffer(bytearray(part_bytes(stored, stored.node.part("gain"))), dtype=torch.bfloat16)
+    assert float(gains[0]) > 0 and float(gains[-1]) == 0
+    assert Fraction(float(decode(stored, (80, 70))[3, 4])) == by_hand(stored, 3, 4, (80, 70), (20, 0, 0, 0, 0))
+
+
+def test_encoding_twice_gives_the_same_bytes() -> None:
+    found = factor(decaying(65, 33, seed=10))
+    assert store(found, (1, 2, 3, 4, 5)) == store(found, (1, 2, 3, 4, 5))
+
+
+def entry() -> Stored:
+    return store(factor(decaying(65, 33, seed=11)), (1, 2, 3, 4, 5))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"bands": None},
+        {"bands": [1, 2, 3, 4]},
+        {"bands": [1, 2, 3, 4, 6]},
+        {"bands": [1, 2, 3, 4, -5]},
+        {"bands": [1, 2, 3, 4, True]},
+        {"bands": [0, 0, 0, 0, 34]},
+        {"bands": [20, 20, 0, 0, 0]},
+        {"bands": [1 << 62, 0, 0, 0, 0]},
+        {"group": 32},
+        {"group": None},
+        {"exponent": None},
+        {"exponent": 501},
+        {"exponent": -9999},
+        {"exponent": 1.0},
+        {"exponent": "x" * 9000},
+    ],
+)
+def test_hostile_parameters_are_refused(params: dict[str, object]) -> None:
+    stored = entry()
+    with pytest.raises(ArtifactInvalid):
+        _CODEC.open(stored.with_params(**params), stored.fetch, (65, 33))
+
+
+@pytest.mark.parametrize("name", ["gain", "us", "vs", "u", "v"])
+def test_hostile_arrays_are_refused(name: str) -> None:
+    stored = entry()
+    part = stored.node.part(name)
+    for node in (
+        stored.without_part(name),
+        stored.with_part(name, dtype="I8"),
+        stored.with_part(name, shape=(part.shape[0] + 1, *part.shape[1:]), nbytes=part.nbytes + 2),
+        stored.with_part(name, nbytes=part.nbytes - 1),
+    ):
+        with pytest.raises(ArtifactInvalid):
+            _CODEC.open(node, stored.fetch, (65, 33))
+    with pytest.raises(ArtifactInvalid):
+        _CODEC.open(stored.node, lambda offset, count: stored.data[offset : offset + count - 1], (65, 33))
+
+
+@pytest.mark.parametrize("shape", [(66, 33), (65, 34), (33, 65)])
+def test_another_shape_is_refused(shape: tuple[int, int]) -> None:
+    stored = entry()
+    with pytest.raises(ArtifactInvalid):
+        _CODEC.open(replace(stored.node), stored.fetch, shape)
+
+
+@pytest.mark.parametrize(
+    ("gain", "message"),
+    [(b"\xc0\x7f", "finite"), (b"\x80\x7f", "finite"), (b"\x00\x7f", "round"), (b"\x01\x00", "round")],
+)
+def test_gains_that_could_round_are_refused(gain: bytes, message: str) -> None:
+    stored = entry()
+    at = stored.node.part("gain").offset
+    data = bytearray(stored.data)
+    data[at : at + 2] = gain  # NaN, Inf, 2^127, the least subnormal
+    with pytest.raises(ArtifactInvalid, match=message):
+        _CODEC.open(stored.node, lambda offset, count: bytes(data[offset : offset + count]), (65, 33))
