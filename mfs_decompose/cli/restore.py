@@ -46,7 +46,7 @@ def command(
     Examples:
       mfs restore art --variant math --out ./math-restored
       mfs restore art --variant all --out ./restored
-      mfs restore art --variant tuned-lora --as adapter --out ./adapter
+      mfs restore art --variant lora --as adapter --out ./adapter
     """
     from mfs_decompose.artifact.reader import Family
     from mfs_decompose.pipeline.restore import RestoreOptions, restore

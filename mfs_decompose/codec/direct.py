@@ -45,7 +45,7 @@ class DirectCodec(Protocol):
 
 
 def row_blocks(shape: tuple[int, int]) -> list[tuple[int, int]]:
-    """Rows start..stop of blocks of about a million elements, cut by shape alone, eight rows at least; one without rows has one."""
+    """Rows start..stop of blocks of about a million elements, eight rows at least; no rows are one block of none."""
     step = max(8, DECODE_ELEMENTS // max(shape[1], 1) // 8 * 8)
     return [(start, min(start + step, shape[0])) for start in range(0, max(shape[0], 1), step)]
 

@@ -82,28 +82,46 @@ def _exact(items: list[Item], found: Mapping[Key, Choice], surveyed: Mapping[Key
 def _settle(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> dict[Key, Choice]:
     """Items that leave nothing to decide: the base's own bits, the bits of a sibling, or all bits."""
     found: dict[Key, Choice] = {}
-    first: dict[tuple[object, ...], str] = {}
-    for item in items:  # sorted by name, so the first of equal tensors holds the bytes
-        facts = surveyed[item.key]
+    holders = _holders(items, surveyed)
+    for item in items:
+        facts, holder = surveyed[item.key], holders.get(item.key)
         if item.codec == "adapter":
             found[item.key] = Choice("adapter")
-            continue
-        if facts.identical and not item.tail_bytes:
+        elif facts.identical and not item.tail_bytes:
             found[item.key] = Choice("identical")
-            continue
-        how = (item.codec, tuple(sorted(item.params.items())), item.options, item.residual, item.keep_exact)
-        likeness = (facts.sha256, item.spec.dtype, item.spec.shape, how)
-        if item.spec.nbytes and likeness in first:
-            found[item.key] = Choice("alias", of=first[likeness])
-            continue
-        first[likeness] = item.name
-        if facts.identical:
+        elif holder is not None:
+            found[item.key] = Choice("alias", of=holder)
+        elif facts.identical:
             found[item.key] = Choice("identical")  # but for its new rows
         elif (item.fitted and facts.fit is None) or (item.direct and not facts.finite):
             found[item.key] = Choice("lossless")
         elif not item.fitted:
             found[item.key] = Choice(item.codec)
     return found
+
+
+def _holders(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> dict[Key, str]:
+    """Of equal tensors of a variant that are stored alike, who holds the bytes for the others.
+
+    Where a base unties what the variant ties, one of two equal tensors lies nearer to its base: that one holds them.
+    """
+    alike: dict[tuple[object, ...], list[Item]] = defaultdict(list)
+    for item in items:
+        if item.spec.nbytes and item.codec != "adapter":
+            how = (item.codec, tuple(sorted(item.params.items())), item.options, item.residual, item.keep_exact)
+            alike[surveyed[item.key].sha256, item.spec.dtype, item.spec.shape, how].append(item)
+    holders: dict[Key, str] = {}
+    for equal in alike.values():
+        best = min(equal, key=lambda item: (*_distance(item, surveyed[item.key]), item.name))
+        holders.update({item.key: best.name for item in equal if item is not best})
+    return holders
+
+
+def _distance(item: Item, facts: Surveyed) -> tuple[int, float]:
+    """How much there is to store: nothing, some rows, or a delta of that energy; without a base, all of it."""
+    if facts.identical:
+        return (0 if not item.tail_bytes else 1, 0.0)
+    return (2 if item.base is not None and item.common_rows else 3, facts.energy)
 
 
 def _exact_bytes(items: list[Item], found: Mapping[Key, Choice], surveyed: Mapping[Key, Surveyed]) -> int:

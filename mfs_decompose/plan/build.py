@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Literal
 
@@ -20,6 +20,7 @@ from mfs_decompose.source.align import Alignment, Member, TensorGroup
 from mfs_decompose.source.checkpoint import Checkpoint
 from mfs_decompose.source.dtypes import is_float
 from mfs_decompose.source.header import TensorSpec
+from mfs_decompose.source.quantised import find_quantised
 
 _HEADROOM = 2  # allocation may give a tensor this many times the steps of an even split
 
@@ -56,8 +57,9 @@ def build_plan(
             items.extend(_merged_item(checkpoint.id, tensor) for tensor in merge.tensors.values())
             plans.append(_adapter_plan(checkpoint, sum(spec.nbytes for spec in base_tensors.values())))
             continue
+        quantised = find_quantised(checkpoint.tensors).exact
         planned = [
-            _item(group, member, rules[group.name], keep_exact=recipe.deltas.keep_exact)
+            _item(group, member, rules[group.name], keep_exact=recipe.deltas.keep_exact, quantised=quantised)
             for group, member in _members(alignment, checkpoint.id)
         ]
         plan = _variant_plan(recipe, checkpoint, planned)
@@ -99,7 +101,7 @@ def _missing(alignment: Alignment, variant: str) -> tuple[str, ...]:
     )
 
 
-def _item(group: TensorGroup, member: Member, rule: DeltaRule, *, keep_exact: bool) -> Item:
+def _item(group: TensorGroup, member: Member, rule: DeltaRule, *, keep_exact: bool, quantised: Set[str]) -> Item:
     assert member.spec is not None
     spec = TensorSpec(member.spec.name, member.spec.dtype, member.spec.shape)
     comparable = member.kind != "only_in_variant" and group.base is not None
@@ -111,6 +113,8 @@ def _item(group: TensorGroup, member: Member, rule: DeltaRule, *, keep_exact: bo
     # One residual is written for a whole tensor, and bits are shared out between whole matrices.
     slices = slice_shape(common) if floats and rule.residual is None else None
     codec = _codec(rule, spec, whole or slices, stacked=slices is not None, keep_exact=keep_exact)
+    if spec.name in quantised and codec != "raw":  # codes are no numbers, and their scales mean nothing without them
+        codec = "lossless"
     fitted = codec in FITTED
     params = {"factors": _factors(rule, codec)} if codec == "lowrank" else {"values": rule.values or "bf16"}
     return Item(

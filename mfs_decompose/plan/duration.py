@@ -28,8 +28,9 @@ SECONDS_PER = {
     "peeled": 9.0e-7,
 }
 """One thread: bytes of the base brought in; elements read, compared, digested, decoded and rounded; multiplications
-of fp32 and fp64 products; elements sorted by `sparse`; bytes coded by `lossless`; elements peeled for `lora-exact`. The
-fit comes within a quarter of each of nine runs of a 135M model. Copying was lost in it, and has the rate of its stage."""
+of fp32 and fp64 products; elements sorted by `sparse`; bytes coded by `lossless`; elements peeled for `lora-exact`.
+The fit comes within a quarter of each of nine runs of a 135M model. Copying was lost in it, and has the rate of its
+stage."""
 
 
 @dataclass(frozen=True)

@@ -125,13 +125,16 @@ OPTIONS: Mapping[str, tuple[str, object]] = {
     "factors": ("lowrank", "int4"),
     "residual": ("lowrank", None),
     "values": ("sparse", "bf16"),
-    "select": ("sparse", "size"),
+    "select": ("sparse", None),
     "scale": ("sign", "row"),
     "bits": ("kbit", 4),
     "step": ("deadzone", None),
     "rows": ("rowsparse", None),
 }
-"""The codec that each option belongs to, and its default; the last two have none and must be given."""
+"""The codec that each option belongs to, and its default; the last two have none and must be given.
+
+`select` without a value is by size.
+"""
 
 
 class Delta(_Model):

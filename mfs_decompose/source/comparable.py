@@ -14,4 +14,4 @@ def comparable(one: TensorSpec, other: TensorSpec) -> bool:
         return True
     # Vectors of other lengths are other things; matrices of other heights are grown or cut vocabularies.
     matrices = len(one.shape) >= 2 and len(other.shape) >= 2
-    return matrices and one.shape[1:] == other.shape[1:] and min(one.rows, other.rows) > 0
+    return matrices and one.shape[1:] == other.shape[1:] and min(one.numel, other.numel) > 0

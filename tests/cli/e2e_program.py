@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mfs_decompose.cli.app import main
+from mfs_decompose.pipeline.delta_class import CLASSES
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ STOPS = {
     "sources": [{"file": str, "key": str, "ids": list, "token": (str, NULL)}],
     "warnings": list,
 }
+COUNTS = dict.fromkeys(CLASSES, int)
+DIRECTIONS = dict.fromkeys(("50", "90", "99"), (int, float, NULL))
 _SIDE = {"ref": str, "kind": str, "tensors": int, "bytes": int, "dtypes": MAP, "left_out": list}
 _CHANGES = {"changes": list, "noise": list}
 _NAMES = {"only_a": list, "only_b": list, "changed": list}
@@ -152,6 +155,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
                 "shared_bytes": int,
                 "files_bytes": int,
                 "codecs": MAP,
+                "correction_bytes": int,
                 "rel_error": float,
                 "tensors": int,
                 "exact_tensors": int,
@@ -169,6 +173,60 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tool": MAP,
         "platform": MAP,
         "recipe": MAP,
+    },
+    "mfs.spectrum/1": {
+        "artifact_digest": str,
+        "plots": [str],
+        "variants": [
+            {
+                "id": str,
+                "of": str,
+                "class": (str, NULL),
+                "classes": COUNTS,
+                "unclassified": int,
+                "energy": float,
+                "families": [
+                    {
+                        "family": str,
+                        "class": (str, NULL),
+                        "classes": COUNTS,
+                        "matrices": int,
+                        "energy": float,
+                        "unchanged": (float, NULL),
+                        "noise_share": (float, NULL),
+                        "effective_rank": (float, NULL),
+                        "rank": (int, NULL),
+                        "directions": DIRECTIONS,
+                        "curve": (dict, NULL),
+                    }
+                ],
+                "tensors": [
+                    {
+                        "tensor": str,
+                        "slice": (int, NULL),
+                        "family": str,
+                        "layer": (int, NULL),
+                        "dtype": str,
+                        "shape": list,
+                        "of": str,
+                        "class": (str, NULL),
+                        "why": str,
+                        "elements": int,
+                        "unchanged": int,
+                        "nonfinite": int,
+                        "energy": float,
+                        "noise": float,
+                        "noise_share": (float, NULL),
+                        "rank": (int, NULL),
+                        "tail": (float, NULL),
+                        "standing_out": (int, NULL),
+                        "head": (float, NULL),
+                        "effective_rank": (float, NULL),
+                        "directions": DIRECTIONS,
+                    }
+                ],
+            }
+        ],
     },
     "mfs.diff/1": {
         "equal": bool,

@@ -55,6 +55,7 @@ def every_command(family: Family, art: Path, text: Path, tmp_path: Path) -> dict
         "again": ["decompose", *source, "--out", tmp_path / "new"],
         "inspect": ["inspect", art],
         "inspect one": ["inspect", art, "--variant", "math"],
+        "inspect spectrum": ["inspect", art, "--spectrum"],
         "diff": ["diff", family.variants["vocab"], f"{art}::math"],
         "diff artifacts": ["diff", art, art, "--exit-code"],
         "verify": ["verify", art, "--level", "values", "--against", f"math={family.variants['math']}"],

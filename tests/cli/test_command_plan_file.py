@@ -49,13 +49,14 @@ def test_a_verbose_dry_run_says_where_each_value_came_from(sources: dict[str, Pa
         "objective.budget": "--budget",
         "deltas.default.codec": f"recipe {mine}:6",
         "deltas.default.factors": f"recipe {mine}:5",
+        "deltas.keep_exact": "default",
         "output.shard_size": "--set",
         "limits.max_ram": "--max-ram",
         "seed": f"recipe {mine}:2",
     }
     said = succeeded(*asked, "-v").out.splitlines()
     head = next(at for at, line in enumerate(said) if line.split() == ["key", "value", "from"])
-    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in said[head + 2 : head + 10]}
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in said[head + 2 : head + 11]}
     assert rows["objective.budget"] == ["0.4", "--budget"]
     assert rows["deltas.default.factors"] == ["int8", f"recipe {mine}:5"]
     assert rows["output.shard_size"] == ["64000", "--set"]

@@ -35,7 +35,7 @@ def examples_of(name: str) -> list[str]:
 def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the examples name, and the artifact `art` of it."""
     root = fill_example_folder(tmp_path_factory.mktemp("examples"))
-    refs = [f"{id}={root / id}" for id in ("math", "code")]
+    refs = [*(f"{id}={root / id}" for id in ("math", "code")), f"lora={root / 'tuned-lora'}"]
     succeeded("decompose", "--base", root / "base", "--variants", *refs, "--out", root / "art")
     return root
 

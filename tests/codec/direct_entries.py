@@ -39,7 +39,7 @@ SHAPES = [(65, 33), (40, 131), (8, 8), (19, 64)]
 
 
 def delta_of(shape: tuple[int, int], seed: int, scale: float = 1e-3) -> torch.Tensor:
-    """An fp32 delta of which half is zero, with negative zeros, subnormals, one large value, and a row that is still."""
+    """An fp32 delta, half of it zero, with a negative zero, a subnormal, one large value, and a row that is still."""
     draw = generator(seed)
     values = torch.randn(shape, generator=draw) * scale
     values = torch.where(torch.rand(shape, generator=draw) < 0.5, 0.0, values)

@@ -4,16 +4,44 @@ from __future__ import annotations
 
 import pytest
 
-from mfs_decompose.codec.registry import EXACT, LOSSY, check_node, exact_codec, is_exact, lossy_codec
+from mfs_decompose.codec.registry import (
+    COMPOSED,
+    DIRECT,
+    EXACT,
+    FITTED,
+    LOSSY,
+    check_node,
+    direct_codec,
+    exact_codec,
+    is_exact,
+    lossy_codec,
+)
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.errors import ArtifactInvalid
 
+CHILD = CodecNode("lowrank")
+NEEDS = {"sum": (CHILD,), "corrected": (CHILD,)}
+
+
+def node(name: str, version: int = 1) -> CodecNode:
+    """A codec with the nodes below it that it needs."""
+    return CodecNode(name, version=version, children=NEEDS.get(name, ()))
+
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_lossy_codecs_know_their_name(name: str) -> None:
+def test_lossy_codecs_are_known_and_not_exact(name: str) -> None:
+    check_node(node(name))
+    assert not is_exact(node(name))
+
+
+@pytest.mark.parametrize("name", [*FITTED, "banded"])
+def test_fitted_codecs_know_their_name(name: str) -> None:
     assert lossy_codec(name).name == name
-    check_node(CodecNode(name))
-    assert not is_exact(CodecNode(name))
+
+
+@pytest.mark.parametrize("name", [*DIRECT, "significant"])
+def test_direct_codecs_know_their_name(name: str) -> None:
+    assert direct_codec(name).name == name
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -33,17 +61,36 @@ def test_an_unknown_codec_is_refused_by_name(name: str) -> None:
         check_node(CodecNode("rows", children=(CodecNode("raw"), CodecNode(name))))
 
 
-@pytest.mark.parametrize("name", [*LOSSY, *EXACT, "rows", "alias"])
+@pytest.mark.parametrize("name", [*LOSSY, *EXACT, *COMPOSED])
 def test_a_newer_version_is_refused_by_name(name: str) -> None:
     newest = 2 if name == "lossless" else 1
     for version in range(1, newest + 1):
-        check_node(CodecNode(name, version=version))
+        check_node(node(name, version))
     with pytest.raises(ArtifactInvalid, match=f"found '{name}' version {newest + 1}"):
-        check_node(CodecNode(name, version=newest + 1))
+        check_node(node(name, newest + 1))
 
 
-@pytest.mark.parametrize("name", [*LOSSY, *EXACT, "alias"])
-def test_only_rows_have_children(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "children"),
+    [
+        ("corrected", ()),
+        ("corrected", (CodecNode("raw"),)),
+        ("corrected", (CHILD, CHILD)),
+        ("corrected", (CodecNode("corrected", children=(CHILD,)),)),
+        ("sum", ()),
+        ("sum", (CHILD, CodecNode("identical"))),
+        ("sum", (CodecNode("rows", children=(CHILD,)),)),
+    ],
+)
+def test_compositions_take_what_they_can_decode(name: str, children: tuple[CodecNode, ...]) -> None:
+    with pytest.raises(ArtifactInvalid, match=f"'{name}' needs"):
+        check_node(CodecNode(name, children=children))
+    check_node(CodecNode("sum", children=(CHILD, CodecNode("sum", children=(CHILD,)))))
+    assert is_exact(node("corrected"))
+
+
+@pytest.mark.parametrize("name", [*sorted(set(LOSSY) - {"sum"}), *EXACT, "alias", "adapter"])
+def test_only_compositions_have_children(name: str) -> None:
     with pytest.raises(ArtifactInvalid, match=f"{name}' has nodes below it"):
         check_node(CodecNode(name, children=(CodecNode("raw"),)))
 

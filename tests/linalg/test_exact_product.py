@@ -44,6 +44,27 @@ def worst(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Fract
     return max(errors)
 
 
+def plain_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The sum that artifacts are digested by, without tiles: every bit of it is part of the format."""
+    bits = (53 - (left.shape[1] - 1).bit_length()) // 2
+    most = -(-60 // bits)
+
+    def slices(rows: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        power = torch.exp2(exponents(rows.abs().amax(dim=1)).clamp(min=-700).double())[:, None]
+        rest, found = rows / power, []
+        for _ in range(most):
+            found.append((rest * 2.0**bits).round())
+            rest = rest * 2.0**bits - found[-1]
+        return found, power
+
+    (lefts, down), (rights, across) = slices(left.double()), slices(right.mT.double())
+    total = torch.zeros(left.shape[0], right.shape[1], dtype=torch.float64)
+    for depth in range(most - 1, -1, -1):
+        for i in range(depth + 1):
+            total += (lefts[i] @ rights[depth - i].mT) * 2.0 ** (-bits * (depth + 2))
+    return total * down * across.mT
+
+
 class TestProduct:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize(("rank", "spread"), [(1, 0.0), (3, 1.0), (16, 2.0), (37, 6.0)])
@@ -87,6 +108,21 @@ class TestProduct:
         assert torch.equal(product.view(torch.int64), torch.zeros(4, 5, dtype=torch.int64))
         assert exact_product(torch.empty(4, 0), torch.empty(0, 5)).tolist() == [[0.0] * 5] * 4
         assert exact_product(torch.empty(0, 3), draw(9, 3, 5)).shape == (0, 5)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(
+        "shape", [(1, 1, 1), (70, 5, 2049), (300, 33, 301), (3, 4, 70_001), (2051, 2, 40)], ids=str
+    )
+    @pytest.mark.parametrize("spread", [0.3, 5.0])
+    def test_tiles_have_the_bits_of_the_sum_written_plainly(
+        self, dtype: torch.dtype, shape: tuple[int, int, int], spread: float
+    ) -> None:
+        outs, rank, ins = shape
+        left, right = draw(21, outs, rank, spread=spread), draw(22, rank, ins, spread=spread)
+        left, right = (x.clamp(-6e4, 6e4).to(dtype) for x in (left, right))
+        left[outs // 2] = 0
+        found, plain = exact_product(left, right), plain_product(left, right)
+        assert torch.equal(found.view(torch.int64), plain.view(torch.int64))
 
     def test_subnormal_factors(self) -> None:
         left, right = torch.full((1, 3), 2.0**-140), torch.full((3, 1), 2.0**100)

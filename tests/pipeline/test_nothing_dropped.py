@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import random_checkpoint
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from pipeline_runs import Recording, Tensors, back, manifest, run, same_bits, toy
@@ -55,10 +56,15 @@ NAMES_OF_SAFETENSORS = {
     torch.int64: "I64",
     torch.uint8: "U8",
     torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
     torch.bool: "BOOL",
     torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }
 
 
@@ -229,6 +235,35 @@ def test_a_variant_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(MfsError, match=r"'v' is of another architecture .*model\.layers\.0\.down\.weight is BF16"):
         run(tmp_path / "art", toy(tmp_path / "base", base), {"v": toy(tmp_path / "v", own)}, RECIPES["rank"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "v"]
+
+
+def test_an_adapter_is_nothing_without_its_base(tmp_path: Path) -> None:
+    adapter = random_checkpoint(tmp_path / "tuned", {f"model.up.lora_{half}.weight": torch.ones(3, 3) for half in "AB"})
+    (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 7, "base_model_name_or_path": "org/name"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(MfsError, match="variant 'tuned' is an adapter, and an adapter is nothing without") as refused:
+        run(tmp_path / "art", None, {"tuned": adapter, "v": toy(tmp_path / "v", plain())}, RECIPES["rank"])
+    assert refused.value.exit_code == 12 and "org/name" in str(refused.value.hint)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned", "v"]
+
+
+@pytest.mark.parametrize("recipe", ["rank", "lossless"])
+@pytest.mark.parametrize(
+    ("before", "after"), [((6, 0), (10, 0)), ((10, 0), (6, 0)), ((0, 4), (3, 4)), ((3, 4), (0, 4))]
+)
+def test_an_empty_tensor_of_another_height(
+    tmp_path: Path, recipe: str, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """Rows without bytes: there is nothing to compare, and none of the base's can stand for them."""
+    base, own = (
+        {**plain(), "odd": draw(torch.float32, before, 1)},
+        {**moved(plain()), "odd": draw(torch.float32, after, 2)},
+    )
+    run(tmp_path / "art", toy(tmp_path / "base", base), {"v": toy(tmp_path / "v", own)}, RECIPES[recipe])
+    _, weights = back(tmp_path / "art", "v", tmp_path / "out")
+    assert same_bits(weights["odd"], own["odd"])
+    assert manifest(tmp_path / "art")["variants"][0]["tensors"]["odd"]["kind"] == "only_in_variant"
 
 
 @pytest.mark.parametrize("dtype", list(NAMES_OF_SAFETENSORS), ids=NAMES_OF_SAFETENSORS.get)

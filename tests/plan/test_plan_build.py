@@ -135,7 +135,7 @@ def test_a_fixed_rank_is_at_most_that_of_the_matrix() -> None:
     plan = plan_of(checkpoint("a", LLAMA), recipe={"objective.rank": 32})
     assert found(plan, UP).steps == 32
     assert found(plan, "model.layers.0.self_attn.k_proj.weight").steps == 24
-    assert all(item.fixed for item in plan.items() if item.lossy)
+    assert all(item.fixed for item in plan.items() if item.fitted)
     assert plan.variants[0].cap is None
 
 
@@ -147,7 +147,7 @@ def test_a_density_is_a_share_of_each_row(density: str, entries: int) -> None:
 
 def test_under_a_budget_a_fit_may_take_twice_an_even_share() -> None:
     plan = plan_of(checkpoint("a", LLAMA), recipe={"objective.budget": "12%"})
-    lossy = [item for item in plan.items() if item.lossy]
+    lossy = [item for item in plan.items() if item.fitted]
     each = sum(step_bytes(item.codec, item.matrix, item.params) for item in lossy if item.matrix)
     cap = plan.variants[0].cap
     assert cap == int(0.12 * sum(info.nbytes for info in checkpoint("a", LLAMA).tensors.values()))
