@@ -79,15 +79,15 @@ def rows() -> dict[str, Row]:
     for scale in ("tensor", "row"):
         table[f"sign, scale a {scale}"] = partial(_direct, codec=Sign(), params={"scale": scale})
     for bits in (2, 3, 4, 8):
-        table[f"int{bits} g64"] = partial(_direct, codec=KBit(), params={"bits": bits, "fit": "absmax"})
+        table[f"plain int{bits} g64, fp32 scales"] = partial(_plain_bits, bits=bits)
 
     for percent in (2, 3, 5, 10):
         table[f"banded at {percent} %"] = partial(_banded, share=percent / 100)
     table["sign, scale a group"] = partial(_direct, codec=Sign(), params={"scale": "group"})
     for fit in ("absmax", "mse"):
         table[f"ternary, {fit}"] = partial(_direct, codec=Ternary(), params={"fit": fit})
-    for bits in (2, 3):
-        table[f"int{bits} g64, mse"] = partial(_direct, codec=KBit(), params={"bits": bits, "fit": "mse"})
+    for bits, fit in ((3, "absmax"), (4, "absmax"), (3, "mse"), (4, "mse")):
+        table[f"int{bits} g64, {fit}"] = partial(_direct, codec=KBit(), params={"bits": bits, "fit": fit})
     for percent in (5, 10):
         table[f"dead zone at {percent} %"] = partial(_dead_zone, share=percent / 100)
     for first, rest in ((0.025, 0.025), (0.05, 0.05)):
@@ -133,18 +133,27 @@ def _low_rank(pair: Pair, rank: int, factors: str) -> Iterator[Decoded]:
 
 def _plain_low_rank(pair: Pair, rank: int, bits: int) -> Iterator[Decoded]:
     """Scales that clip nothing, 16 bits for 64 values: what a first attempt would write."""
-    levels = (1 << (bits - 1)) - 1
     for name in pair.base:
         found = pair.factor(name)
-        sides, nbytes = [], 0
-        for side in (found.left[:rank], found.right[:rank]):
-            pad = -side.shape[1] % GROUP
-            groups = torch.nn.functional.pad(side, (0, pad)).view(side.shape[0], -1, GROUP)
-            step = (groups.abs().amax(dim=2, keepdim=True) / levels).to(torch.bfloat16).to(torch.float32)
-            codes = torch.where(step > 0, groups / step, 0.0).round().clamp(-levels, levels)
-            sides.append((codes * step).view(side.shape[0], -1)[:, : side.shape[1]])
-            nbytes += side.shape[0] * (-(-side.shape[1] * bits // 8) + 2 * groups.shape[1])
-        yield Decoded(name, nbytes, sides[0].mT @ sides[1])
+        left, right = (_round_plainly(side[:rank], bits, torch.bfloat16) for side in (found.left, found.right))
+        yield Decoded(name, left[1] + right[1], left[0].mT @ right[0])
+
+
+def _plain_bits(pair: Pair, bits: int) -> Iterator[Decoded]:
+    """The whole delta. Scales are not rounded: with bf16 or fp16 ones KL doubles at 4 bits, since differences of bf16
+    weights are full of ties between two codes, and a rounded scale breaks those of a group all in one sense."""
+    for name in pair.base:
+        values, nbytes = _round_plainly(pair.delta(name), bits, torch.float32)
+        yield Decoded(name, nbytes, values)
+
+
+def _round_plainly(matrix: torch.Tensor, bits: int, scales: torch.dtype) -> tuple[torch.Tensor, int]:
+    levels = (1 << (bits - 1)) - 1
+    groups = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % GROUP)).view(matrix.shape[0], -1, GROUP)
+    step = (groups.abs().amax(dim=2, keepdim=True) / levels).to(scales).to(torch.float32)
+    codes = torch.where(step > 0, groups / step, 0.0).round().clamp(-levels, levels)
+    nbytes = matrix.shape[0] * (-(-matrix.shape[1] * bits // 8) + scales.itemsize * groups.shape[1])
+    return (codes * step).view(matrix.shape[0], -1)[:, : matrix.shape[1]], nbytes
 
 
 def _sparse(pair: Pair, density: float) -> Iterator[Decoded]:
@@ -201,14 +210,13 @@ def _dead_zone(pair: Pair, share: float) -> Iterator[Decoded]:
 
 
 def find_step(remainder: Callable[[str], torch.Tensor], pair: Pair, share: float) -> float:
-    """The one step at which every 13th layer takes that share of its bytes."""
-    sample = list(pair.base)[::13]
-    matrices = [remainder(name) for name in sample]
+    """The one step at which every 8th row of all layers takes that share of its bytes."""
+    matrices = [remainder(name)[::8].clone() for name in pair.base]
+    budget = share * sum(2 * matrix.numel() for matrix in matrices)
     low, high = (math.log(float(matrices[0].square().mean().sqrt())) + side for side in (-3.0, 4.0))
     for _ in range(10):
         middle = (low + high) / 2
-        points = (dead_zone_point(_reader(m), _shape(m), math.exp(middle))[0] for m in matrices)
-        over = sum(points) > share * sum(2 * m.numel() for m in matrices)
+        over = sum(dead_zone_point(_reader(m), _shape(m), math.exp(middle))[0] for m in matrices) > budget
         low, high = (middle, high) if over else (low, middle)
     return math.exp(high)
 

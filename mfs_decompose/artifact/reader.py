@@ -184,8 +184,7 @@ class Family:
         source = self.manifest.base.source
         assert source is not None, "a mean base has no checkpoint of its own"
         found = self._opened_base().checkpoint
-        config = json.loads(self.file_bytes(source.files[_CONFIG])) if _CONFIG in source.files else {}
-        return replace(found, config=config if isinstance(config, dict) else {})
+        return replace(found, config=self._config(source.files[_CONFIG]) if _CONFIG in source.files else {})
 
     def original_ref(self, id: str) -> str | None:
         """Where the checkpoint of a variant, or `base`, was when the artifact was made; a hint, not a promise."""
@@ -208,6 +207,14 @@ class Family:
         if sha256(data).hexdigest() != sha256_hex:
             raise ArtifactInvalid(f"expected {self.path / name} to match its name, found other content", hint=_AGAIN)
         return data
+
+    def _config(self, sha256_hex: str) -> dict[str, object]:
+        try:
+            # Not the strict reader: configs of published models hold Infinity.
+            config = json.loads(self.file_bytes(sha256_hex))
+        except (ValueError, RecursionError) as error:
+            raise ArtifactInvalid(f"the config of the base is not JSON: {error}", hint=_AGAIN) from None
+        return config if isinstance(config, dict) else {}
 
     def _record(self, id: str) -> VariantRecord:
         record = self._variants.get(id)

@@ -24,6 +24,7 @@ from pydantic import (
 from mfs_decompose.artifact.layout import check_user_path, is_digest, is_generated_path, is_variant_id
 from mfs_decompose.errors import MfsError
 from mfs_decompose.source import dtypes
+from mfs_decompose.source.header import MAX_DIMS, MAX_ELEMENTS
 
 
 def _digest(text: str) -> str:
@@ -66,6 +67,13 @@ def _known_dtype(name: str) -> str:
     return name
 
 
+def _plausible(shape: tuple[int, ...]) -> tuple[int, ...]:
+    # As for headers: whoever decodes it counts elements, rows and blocks.
+    if math.prod(max(1, length) for length in shape) > MAX_ELEMENTS:
+        raise ValueError("more than the 2^40 elements allowed")
+    return shape
+
+
 def _readable(names: Any) -> Any:
     """File names that are not UTF-8 reach Python with surrogates, which JSON cannot hold: shown as escapes instead."""
     if not isinstance(names, list | tuple):
@@ -86,7 +94,10 @@ Dtype = Annotated[str, AfterValidator(_known_dtype)]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 TensorName = Annotated[str, Field(min_length=1, max_length=1024)]
-Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
+Shape = Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS), AfterValidator(_plausible)]
+
+
+_LARGE = 1e290  # 2^40 tensors of this error still have a sum
 
 
 class Record(BaseModel):
@@ -233,6 +244,8 @@ class TensorRecord(Record):
             raise ValueError("common rows without a base tensor")
         if self.exact and self.original_sha256 != self.restored_sha256:
             raise ValueError("an exact tensor is restored to its own bytes, the digests differ")
+        if not math.isfinite(self.rel_error):
+            raise ValueError("an error beyond all measure of its delta")
         return self
 
     @property
@@ -294,8 +307,12 @@ class VariantRecord(Record):
     @property
     def rel_error(self) -> float:
         """Over all tensors: sqrt of the summed squared errors over the summed energies."""
-        energy = math.fsum(tensor.energy for tensor in self.tensors.values())
-        return relative_error(energy, math.fsum(tensor.error for tensor in self.tensors.values()))
+        energies = [tensor.energy for tensor in self.tensors.values()]
+        errors = [tensor.error for tensor in self.tensors.values()]
+        # Scaled where sums could overflow, which only those of hostile records do.
+        largest = max((*energies, *errors), default=0.0)
+        unit = 2.0**-30 if largest > _LARGE else 1.0
+        return relative_error(math.fsum(e * unit for e in energies), math.fsum(e * unit for e in errors))
 
 
 def source_digests(variant: VariantRecord) -> dict[str, str]:

@@ -65,15 +65,27 @@ def open_tensor(family: Family, variant_id: str, name: str) -> StoredTensor:
     def fetch(offset: int, count: int) -> bytes:
         return family.blob_range(variant_id, name, offset, count)
 
-    def base_rows(start: int, stop: int) -> torch.Tensor:
-        assert record.base_name is not None
-        return family.base_rows(record.base_name, start, stop)
-
-    base = base_rows if record.base_name is not None else None
+    base = _rows_of(family, record.base_name, spec) if record.base_name is not None else None
     if node.codec == "adapter":
         return StoredTensor(spec, False, _open_merged(family, variant_id, node, spec, record.base_name), base)
     opened = OpenedTensor(node, fetch, spec)
     return StoredTensor(spec, opened.exact, opened, base)
+
+
+def _rows_of(family: Family, base_name: str, spec: TensorSpec) -> Rows:
+    """Reads rows of a base tensor for whoever decodes `spec`: as many elements a row, and no row it has not."""
+    base = family.manifest.base.tensors[base_name]
+    known = TensorSpec(base_name, base.dtype, base.shape)
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        if len(known.shape) != len(spec.shape) or known.shape[1:] != spec.shape[1:] or stop > known.rows:
+            expected = f"{[stop - start, *spec.shape[1:]]} from row {start}"
+            raise ArtifactInvalid(
+                f"tensor {spec.name!r} needs {expected} of the base's {base_name!r}, which is {list(base.shape)}"
+            )
+        return family.base_rows(base_name, start, stop)
+
+    return rows
 
 
 def _open_merged(

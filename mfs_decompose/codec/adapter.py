@@ -8,6 +8,7 @@ arXiv:2402.09353) scales each output to its magnitude over its norm, which is ex
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 import torch
 
@@ -17,6 +18,8 @@ from mfs_decompose.codec.base import DECODE_ELEMENTS, Rows, block_rows
 from mfs_decompose.errors import ArtifactInvalid, SourceIncompatible
 from mfs_decompose.linalg.exact_norm import exact_column_norms, exact_row_norms
 from mfs_decompose.source.header import TensorSpec
+
+_MOST_TIMES = 16
 
 FetchTensor = Callable[[str], torch.Tensor]
 """Reads one of the adapter's own tensors by its name, whole and in its own dtype."""
@@ -44,7 +47,8 @@ class MergedRows:
     def __init__(self, params: AdapterParams, fetch: FetchTensor, spec: TensorSpec, base: TensorSpec | None) -> None:
         self.spec = spec
         self._base = base
-        self._own: TensorSpec | None = base
+        self._check_work(params)
+        fetch = cache(fetch)  # a hostile list may name one tensor a thousand times
         self._replace = self._fetch(fetch, params.replace)
         self._factors = [OpenedFactors(entry, fetch, spec.name, spec.shape) for entry in params.factors]
         self._add = [(self._fetch(fetch, name), scale) for name, scale in params.add]
@@ -116,6 +120,12 @@ class MergedRows:
             raise self._invalid(f"{name!r} is {values.dtype}, which are no weights")
         return values
 
+    def _check_work(self, params: AdapterParams) -> None:
+        """What is added once costs what the tensor has; a hostile list adds it again and again."""
+        elements = sum(factor.elements(self.spec.shape) for factor in params.factors)
+        if elements > _MOST_TIMES * self.spec.numel or len(params.add) > _MOST_TIMES:
+            raise self._invalid(f"more is added to it than {_MOST_TIMES} times all of it")
+
     def _check(self) -> None:
         spec, base = self.spec, self._base
         if self._replace is not None and tuple(self._replace.shape) != spec.shape:
@@ -145,7 +155,9 @@ class MergedRows:
         if self._magnitude is None:
             return
         alone = len(self._factors) == 1 and self._factors[0].covers_all
-        outputs = self._factors[0].outputs if alone else -1
+        # Norms are those of the rows of a matrix or a flattened convolution, or of the columns of a matrix.
+        fits = alone and (len(self.spec.shape) == 2 or self._factors[0].is_flat)
+        outputs = self._factors[0].outputs if fits else -1
         if self._magnitude.numel() != outputs:
             raise self._invalid(f"{self._magnitude.numel()} magnitudes do not fit its outputs")
 

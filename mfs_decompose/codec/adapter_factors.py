@@ -29,12 +29,13 @@ class OpenedFactors:
         self.covers_all = params.at is None and params.experts is None
         a, b = (self._factor(fetch, name) for name in (params.a, params.b))
         if a.dim() > 2:  # a convolution, flattened as PEFT does
-            self._flat, shape = True, (shape[0] if shape else 0, math.prod(shape[1:]))
-            if params.at is not None or params.experts is not None or params.transposed:
+            self.is_flat, shape = True, (shape[0] if shape else 0, math.prod(shape[1:]))
+            whole = b.dim() > 1 and a.numel() > 0 and b.numel() > 0
+            if not whole or params.at is not None or params.experts is not None or params.transposed:
                 raise self._misfit(a, b, shape)
             a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
         else:
-            self._flat = False
+            self.is_flat = False
         experts = params.experts or 1
         sound = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] and a.shape[0] % experts == 0 and a.numel()
         if not sound or len(shape) not in (2, 3) or not b.numel():
@@ -56,7 +57,7 @@ class OpenedFactors:
             return
         if len(self._at) == 2:
             # A convolution's rows are flattened; the view shares the memory of a contiguous tensor.
-            target = values.reshape(stop - start, -1) if self._flat else values
+            target = values.reshape(stop - start, -1) if self.is_flat else values
             first = low - self._at[0][0]
             block = self._product(self._of[0], (first, first + high - low))
             target[low - start : high - start, slice(*self._at[1])] += block

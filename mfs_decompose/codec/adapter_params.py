@@ -45,6 +45,10 @@ class FactorParams:
     into: Span | None
     at: tuple[Span, ...] | None
 
+    def elements(self, shape: tuple[int, ...]) -> int:
+        """How many elements of a tensor of `shape` it changes."""
+        return math.prod(shape if self.at is None else (stop - start for start, stop in self.at))
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterParams:

@@ -34,7 +34,7 @@ class Banded:
     name = "banded"
 
     def encode(self, left_RO: torch.Tensor, right_RI: torch.Tensor, bands: Bands, emit: Emit) -> CodecNode:
-        """Write the leading `sum(bands)` directions of `left.T @ right`, finite factors, strongest direction first.
+        """Write the leading `sum(bands)` directions of `left.T @ right`, finite factors on the CPU, strongest first.
 
         Directions of either factor must be orthogonal, as those of linalg/svd.py are. Bytes depend on the number of
         torch threads like those of the SVD do: set one where bytes matter.

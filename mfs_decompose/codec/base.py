@@ -119,5 +119,7 @@ DECODE_ELEMENTS = 1 << 20
 
 
 def block_rows(spec: TensorSpec, elements: int) -> int:
-    """Rows along the first dimension that make a block of about `elements`; at least one."""
+    """Rows along the first dimension that make a block of about `elements`; at least one, all where they are empty."""
+    if not spec.numel:
+        return max(spec.rows, elements)
     return max(1, elements // max(spec.numel // max(spec.rows, 1), 1))

@@ -97,8 +97,11 @@ def open_corrected(
     if not is_correctable(spec) or not spec.shape or merge not in ("once", "twice"):
         found = f"{spec.dtype} {list(spec.shape)}"
         raise ArtifactInvalid(f"codec 'corrected' of {spec.name!r}: found merge {merge!r} of {found}")
-    if step > block_rows(spec, _CHUNK):
-        raise ArtifactInvalid(f"codec 'corrected' of {spec.name!r}: chunks of {step} rows are too large")
+    # Larger ones would fill the memory; for each smaller one a delta's whole block may have to be decoded again.
+    if step != block_rows(spec, _CHUNK):
+        raise ArtifactInvalid(
+            f"codec 'corrected' of {spec.name!r}: expected chunks of {block_rows(spec, _CHUNK)} rows, found {step}"
+        )
     offsets, grid, how = list(accumulate(numbers, initial=part.offset)), GRIDS[spec.dtype], cast(Merge, merge)
 
     def chunk(at: int, base: Rows, delta: DeltaRows) -> torch.Tensor:

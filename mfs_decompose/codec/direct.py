@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, overload
 
 from mfs_decompose.codec.base import DECODE_ELEMENTS, Delta, Emit, Fetch
 from mfs_decompose.codec.tree import CodecNode, Json
@@ -44,10 +44,33 @@ class DirectCodec(Protocol):
         """Bytes of any delta of this shape; None where they depend on its values."""
 
 
-def row_blocks(shape: tuple[int, int]) -> list[tuple[int, int]]:
-    """Rows start..stop of blocks of about a million elements, eight rows at least; no rows are one block of none."""
-    step = max(8, DECODE_ELEMENTS // max(shape[1], 1) // 8 * 8)
-    return [(start, min(start + step, shape[0])) for start in range(0, max(shape[0], 1), step)]
+class _RowBlocks(Sequence[tuple[int, int]]):
+    """Not a list: a hostile shape has as many blocks as it likes."""
+
+    def __init__(self, rows: int, step: int) -> None:
+        self._rows, self._starts = rows, range(0, max(rows, 1), step)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, int]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[tuple[int, int]]: ...
+
+    def __getitem__(self, at: int | slice) -> tuple[int, int] | Sequence[tuple[int, int]]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        return self._starts[at], min(self._starts[at] + self._starts.step, self._rows)
+
+
+def row_blocks(shape: tuple[int, int]) -> Sequence[tuple[int, int]]:
+    """Rows start..stop of blocks of about a million elements, cut by shape alone.
+
+    Eight rows at least; a matrix without rows has one block.
+    """
+    return _RowBlocks(shape[0], max(8, DECODE_ELEMENTS // max(shape[1], 1) // 8 * 8))
 
 
 def params_of(node: CodecNode, **allowed: tuple[Json, ...]) -> list[Json]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 _CHUNK = DECODE_ELEMENTS  # cut by shape alone, as the blocks are that readers ask for
+_MAX_CHUNK = 1 << 21  # what version 1 wrote
 
 Decode = Callable[[bytes, int, "Words | None", Layout], Words]
 Given = TypeVar("Given")
@@ -99,6 +100,8 @@ def _chunk_edges(node: CodecNode, spec: TensorSpec) -> tuple[int, bool, list[int
     whole = numbers is not None and isinstance(sizes, list) and len(numbers) == len(sizes)
     if numbers is None or not whole or step < 1 or len(numbers) != -(-spec.rows // step) or sum(numbers) != part.nbytes:
         raise ArtifactInvalid(f"codec 'lossless' of {spec.name!r}: chunks do not add up to the tensor")
+    if spec.numel and step > block_rows(spec, _MAX_CHUNK):
+        raise ArtifactInvalid(f"codec 'lossless' of {spec.name!r}: chunks of {step} rows are too large")
     if predictor not in ("base", "none"):
         raise ArtifactInvalid(f"codec 'lossless' of {spec.name!r}: unknown predictor {predictor!r}")
     return step, predictor == "base", list(accumulate(numbers, initial=part.offset))

@@ -82,7 +82,8 @@ class OpenedTensor:
             elif base is None:
                 raise ArtifactInvalid(f"the delta of {self.spec.name!r} has no base tensor to be added to")
             else:
-                pieces.append(self._round(_delta(segment, low, high), base(low, high), low, target, rounding))
+                known = base(low, high)  # first: a hostile delta is as large as it likes, a base is what it is
+                pieces.append(self._round(_delta(segment, low, high), known, low, target, rounding))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def served(self, start: int, stop: int, base: Rows | None) -> torch.Tensor:
@@ -116,7 +117,8 @@ def _open_segments(node: CodecNode, fetch: Fetch, spec: TensorSpec) -> list[_Seg
         raise ArtifactInvalid(f"codec 'rows' of {spec.name!r}: its splits do not match its nodes")
     edges = [edge for edge in splits if type(edge) is int]
     if len(edges) != len(splits) or edges != sorted(edges) or edges[0] != 0 or edges[-1] != spec.rows:
-        raise ArtifactInvalid(f"codec 'rows' of {spec.name!r}: its splits {splits} do not cover {spec.rows} rows")
+        found = str(splits)[:80]
+        raise ArtifactInvalid(f"codec 'rows' of {spec.name!r}: its splits {found} do not cover {spec.rows} rows")
     return [
         _open_segment(child, fetch, TensorSpec(spec.name, spec.dtype, (stop - start, *spec.shape[1:])), start)
         for child, start, stop in zip(node.children, edges, edges[1:], strict=False)

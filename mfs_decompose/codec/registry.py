@@ -27,6 +27,8 @@ COMPOSED = ("rows", "corrected", "alias", "adapter")
 """`rows` joins its children along the first dimension; `corrected` gives the bits that the delta below it gets wrong;
 `alias` is another tensor of the same variant; `adapter` is what the variant's adapter makes of a tensor of the base."""
 
+_MAX_TERMS = 16  # an empty delta is a few bytes of JSON, and costs time in every block of the tensor
+
 _VERSIONS = {**dict.fromkeys((*LOSSY, *EXACT, *COMPOSED), 1), "lossless": 2}
 
 
@@ -92,7 +94,7 @@ def check_node(node: CodecNode) -> None:
         ArtifactInvalid: an unknown codec, a newer version of a codec, or children where none belong.
     """
     version = _VERSIONS.get(node.codec)
-    if version is None or node.version > version:
+    if version is None or not 1 <= node.version <= version:
         raise ArtifactInvalid(
             f"expected a codec among {', '.join(_VERSIONS)}, found {node.codec!r} version {node.version}",
             hint="Read this artifact with a newer mfs.",
@@ -101,10 +103,16 @@ def check_node(node: CodecNode) -> None:
         raise ArtifactInvalid("codec 'corrected' needs one delta below it")
     if node.codec == "sum" and not (node.children and all(child.codec in LOSSY for child in node.children)):
         raise ArtifactInvalid("codec 'sum' needs deltas below it, and nothing else")
+    if node.codec == "sum" and (terms := _terms(node)) > _MAX_TERMS:
+        raise ArtifactInvalid(f"codec 'sum' adds at most {_MAX_TERMS} deltas, found {terms}")
     if node.children and node.codec not in ("rows", "corrected", "sum"):
         raise ArtifactInvalid(f"codec {node.codec!r} has nodes below it, which only a composition may have")
     for child in node.children:
         check_node(child)
+
+
+def _terms(node: CodecNode) -> int:
+    return sum(map(_terms, node.children)) if node.codec == "sum" else 1
 
 
 def is_exact(node: CodecNode) -> bool:

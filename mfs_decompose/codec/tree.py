@@ -12,6 +12,7 @@ Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 _MAX_DEPTH = 8
 _MAX_CHILDREN = 65_536
+_MAX_NAME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class CodecNode:
         """
         value = self.params.get(key)
         if type(value) is not int or value < 0:
-            raise ArtifactInvalid(f"codec {self.codec!r} needs a whole number {key!r}, found {value!r}")
+            raise ArtifactInvalid(f"codec {self.codec!r} needs a whole number {key!r}, found {_short(value)}")
         return value
 
     def part(self, name: str) -> Part:
@@ -71,7 +72,8 @@ class CodecNode:
         for part in self.parts:
             if part.name == name:
                 return part
-        raise ArtifactInvalid(f"codec {self.codec!r} needs an array {name!r}, found {[p.name for p in self.parts]}")
+        found = _short([part.name for part in self.parts])
+        raise ArtifactInvalid(f"codec {self.codec!r} needs an array {name!r}, found {found}")
 
     def to_json(self) -> dict[str, Json]:
         """Plain JSON; parts and children only where there are any."""
@@ -100,7 +102,7 @@ class CodecNode:
         codec, version = document.get("codec"), document.get("version")
         params = document.get("params", {})
         parts, children = document.get("parts", []), document.get("children", [])
-        sound = isinstance(codec, str) and type(version) is int and isinstance(params, dict)
+        sound = isinstance(codec, str) and len(codec) <= _MAX_NAME and type(version) is int and isinstance(params, dict)
         if extra or not sound or not isinstance(parts, list) or not isinstance(children, list):
             raise ArtifactInvalid(f"expected a codec tree, found {_short(document)}")
         if len(children) > _MAX_CHILDREN:
@@ -121,7 +123,7 @@ def _read_part(document: object) -> Part:
         shape, numbers = document["shape"], (document["offset"], document["nbytes"])
         texts = (document["name"], document["dtype"])
         counts = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in (*shape, *numbers))
-        if counts and all(isinstance(text, str) for text in texts):
+        if counts and all(isinstance(text, str) and len(text) <= _MAX_NAME for text in texts):
             return Part(texts[0], texts[1], tuple(shape), numbers[0], numbers[1])
     raise ArtifactInvalid(
         f"expected an array of a codec (name, dtype, shape, offset, nbytes), found {_short(document)}"

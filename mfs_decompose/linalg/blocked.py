@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from mfs_decompose.linalg.orthonormal import orthonormalise, peak
+from mfs_decompose.linalg.precision import full_fp32
 from mfs_decompose.linalg.seeds import random_matrix
 from mfs_decompose.linalg.shapes import POWER_ITERATIONS, sketch_width, uses_gram
 from mfs_decompose.linalg.sums import squared_norm
@@ -25,11 +26,12 @@ def blocked_svd(blocks: Blocks, shape: tuple[int, int], rank: int, key: int, dev
     rows, columns = shape
     short = min(rows, columns)
     rank = min(rank, short)
-    if rows >= columns and uses_gram(rank, short):
-        found = _tall_gram(blocks, rows, columns, rank, device)
-    else:
-        basis = random_matrix(key, short, sketch_width(rank, short)).to(device)
-        found = _tall(blocks, rows, rank, basis) if rows >= columns else _wide(blocks, columns, rank, basis)
+    with full_fp32():
+        if rows >= columns and uses_gram(rank, short):
+            found = _tall_gram(blocks, rows, columns, rank, device)
+        else:
+            basis = random_matrix(key, short, sketch_width(rank, short)).to(device)
+            found = _tall(blocks, rows, rank, basis) if rows >= columns else _wide(blocks, columns, rank, basis)
     return found if found is not None and is_sound(found) else None
 
 
@@ -63,7 +65,7 @@ def _wide(blocks: Blocks, columns: int, rank: int, basis: torch.Tensor) -> Trunc
         image = _multiply_transposed(blocks, columns, basis, norms if turn == 0 else None)
         basis = orthonormalise(_multiply(blocks, basis.shape[0], image / peak(image))[None])[0]
     found = from_range(_multiply_transposed(blocks, columns, basis, None), basis, rank, math.fsum(norms))
-    return found and Truncation(found.right, found.left, found.energy, found.total)
+    return found and found.transposed()
 
 
 def _multiply(blocks: Blocks, rows: int, right: torch.Tensor) -> torch.Tensor:

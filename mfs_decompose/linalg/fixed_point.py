@@ -15,7 +15,8 @@ import torch
 _EXACT = 1 << 53
 _EXPONENTS = range(-500, 501)
 LARGEST_CODE = (1 << 24) - 1
-MAX_RANK = 1 << 12
+MAX_RANK = 1 << 9
+"""Directions; codes of one value cost no bytes, so this bounds what a small file can make a reader hold."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,11 @@ def sketch_width(rank: int, short: int) -> int:
     return min(2 * rank + 16, short)
 
 
+def covered_rank(width: int) -> int:
+    """The largest rank that a sketch of this width serves as well as one made for it."""
+    return max(0, width - 16) // 2
+
+
 def uses_gram(rank: int, short: int) -> bool:
     """Whether diagonalising the Gram matrix of the short side is cheaper than a sketch."""
     return sketch_width(rank, short) >= _GRAM_SHARE * short

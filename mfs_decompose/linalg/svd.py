@@ -1,4 +1,4 @@
-"""Batched truncated SVD of deltas: the leading directions, and exactly what they leave behind.
+"""Truncated SVD of deltas: the leading directions, and exactly what they leave behind.
 
 A randomised range finder (Halko, Martinsson and Tropp 2011) on the short side, with as much oversampling as rank and
 two power iterations, orthonormalised in between. The sketch is exact on its own range, so the Frobenius residual
@@ -7,6 +7,9 @@ matrix of the short side is diagonalised instead: the full spectrum at the same 
 
 A matrix that fails goes down a ladder, alone: randomised, Gram, LAPACK in fp32, LAPACK in fp64. A layer is never
 skipped: None says that nothing worked, and the caller stores that one exactly.
+
+The matrices of a batch are worked on one by one. Batched products choose their kernels by the size of the batch, so a
+matrix would have other bits beside other ones, and after a batch was halved for want of memory; they are no faster.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ from functools import partial
 import torch
 
 from mfs_decompose.linalg.orthonormal import orthonormalise, peak
+from mfs_decompose.linalg.precision import full_fp32
 from mfs_decompose.linalg.seeds import random_matrix
 from mfs_decompose.linalg.shapes import POWER_ITERATIONS, sketch_width, uses_gram
 from mfs_decompose.linalg.sums import squared_norm
 
 _NO_CONVERGENCE = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # public, but not in its module's __all__
+_ALIGNMENT = 64  # bytes: what a matrix has in memory of its own, and kernels are chosen by
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,8 @@ class Truncation:
     """`A ~ left.T @ right`, strongest direction first.
 
     left [R, M] holds the directions of the rows times sqrt(sigma), right [R, N] those of the columns times sqrt(sigma),
-    both fp32; energy [R] the squared singular values in fp64; total is ||A||_F^2. The residual of rank r is
-    `total - energy[:r].sum()`.
+    both fp32; energy [R] the squared singular values in fp64; total is ||A||_F^2. One factorisation serves every rank
+    up to its own.
     """
 
     left: torch.Tensor
@@ -44,38 +49,53 @@ class Truncation:
     def rank(self) -> int:
         return int(self.energy.numel())
 
+    def residual(self, rank: int | None = None) -> float:
+        """What the first `rank` directions, or all, leave of ||A||_F^2."""
+        return max(0.0, self.total - float(self.energy[:rank].sum()))
+
+    def head(self, rank: int) -> Truncation:
+        """The truncation to the first `rank` directions."""
+        return Truncation(self.left[:rank], self.right[:rank], self.energy[:rank], self.total)
+
+    def transposed(self) -> Truncation:
+        """The truncation of A^T."""
+        return Truncation(self.right, self.left, self.energy, self.total)
+
 
 def truncated_svd(batch_BMN: torch.Tensor, rank: int, keys: Sequence[int]) -> list[Truncation | None]:
-    """Factorise B finite fp32 matrices of one shape, each under its own random key; None where nothing worked.
+    """Factorise B fp32 matrices of one shape, each under its own random key; None where one is not finite or nothing
+    worked.
 
-    The result of a matrix depends on its values, the rank, its key and B; its last bits also on the number of torch
-    threads, since LAPACK shares out its work by them: set one where bytes matter.
+    The result of a matrix depends on its values, the rank and its key, and on nothing beside it; its last bits also on
+    the device and the number of torch threads, since LAPACK shares out its work by them: set one where bytes matter.
     """
-    wide = batch_BMN.shape[1] < batch_BMN.shape[2]
-    tall = batch_BMN.mT if wide else batch_BMN
-    rank = min(rank, tall.shape[2])
-    first = _gram if uses_gram(rank, tall.shape[2]) else _randomised
-    found = list(first(tall, rank, keys))
-    for at, truncation in enumerate(found):
-        if truncation is None or not is_sound(truncation):
-            found[at] = _descend(tall[at : at + 1], rank, keys[at : at + 1])
-    if wide:
-        found = [t and Truncation(t.right, t.left, t.energy, t.total) for t in found]
-    return found
+    with full_fp32():
+        return [factorise(matrix, rank, key) for matrix, key in zip(batch_BMN, keys, strict=True)]
 
 
-def _descend(tall: torch.Tensor, rank: int, keys: Sequence[int]) -> Truncation | None:
-    if not bool(torch.isfinite(tall).all()):
+def factorise(matrix_MN: torch.Tensor, rank: int, key: int) -> Truncation | None:
+    """What `truncated_svd` does with each matrix, in the precision that is set."""
+    total = squared_norm(matrix_MN)
+    if not math.isfinite(total):  # squares of fp32 do not overflow in fp64: the matrix is not finite
         return None
-    ladder: tuple[Callable[..., Sequence[Truncation | None]], ...] = (_gram, _lapack_fp32, _lapack_fp64)
-    for method in ladder:
+    wide = matrix_MN.shape[0] < matrix_MN.shape[1]
+    tall = _aligned(matrix_MN.mT if wide else matrix_MN)
+    rank = min(rank, tall.shape[1])
+    ladder: tuple[Callable[[torch.Tensor, int, int, float], Truncation | None], ...]
+    ladder = (_randomised, _gram, _lapack_fp32, _lapack_fp64)
+    for method in ladder[1:] if uses_gram(rank, tall.shape[1]) else ladder:
         try:
-            truncation = method(tall, rank, keys)[0]
+            found = method(tall, rank, key, total)
         except _NO_CONVERGENCE:
             continue
-        if truncation is not None and is_sound(truncation):
-            return truncation
+        if found is not None and is_sound(found):
+            return found.transposed() if wide else found
     return None
+
+
+def _aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix as it would lie in memory of its own: inside a batch it may begin anywhere."""
+    return matrix if matrix.data_ptr() % _ALIGNMENT == 0 else matrix.clone()
 
 
 def is_sound(truncation: Truncation) -> bool:
@@ -87,14 +107,28 @@ def is_sound(truncation: Truncation) -> bool:
     return float(truncation.energy.sum()) <= truncation.total * (1 + 1e-4)  # false for a NaN
 
 
-def _randomised(tall: torch.Tensor, rank: int, keys: Sequence[int]) -> list[Truncation | None]:
-    width = sketch_width(rank, tall.shape[2])
-    basis = torch.stack([random_matrix(key, tall.shape[2], width) for key in keys]).to(tall.device)
+def _randomised(tall: torch.Tensor, rank: int, key: int, total: float) -> Truncation | None:
+    short = tall.shape[1]
+    start = random_matrix(key, short, sketch_width(rank, short)).to(tall.device)
+    basis = iterate(tall, start)
+    return from_range(tall @ basis, basis, rank, total)
+
+
+def iterate(tall_MN: torch.Tensor, start_NL: torch.Tensor, outside_NK: torch.Tensor | None = None) -> torch.Tensor:
+    """Power iterations from a start to an orthonormal basis [N, L] of strong input directions.
+
+    With `outside`, an orthonormal basis, they are sought among the directions orthogonal to it.
+    """
+    basis = start_NL
     for _ in range(POWER_ITERATIONS):
-        image = tall @ basis
-        basis = orthonormalise(tall.mT @ (image / peak(image)))
-    image = tall @ basis
-    return [from_range(image[at], basis[at], rank, squared_norm(tall[at])) for at in range(tall.shape[0])]
+        image = tall_MN @ basis
+        basis = tall_MN.mT @ (image / peak(image))
+        if outside_NK is None:
+            basis = orthonormalise(basis[None])[0]
+            continue
+        for _again in range(2):  # twice is enough (Parlett): the first time leaves what fp32 rounds
+            basis = orthonormalise((basis - outside_NK @ (outside_NK.mT @ basis))[None])[0]
+    return basis
 
 
 def from_range(image_ML: torch.Tensor, basis_NL: torch.Tensor, rank: int, total: float) -> Truncation | None:
@@ -132,13 +166,10 @@ def _balanced(image_MR: torch.Tensor, right_NR: torch.Tensor, energy: torch.Tens
     return Truncation((left * sign).contiguous(), (right * sign).contiguous(), energy[:count], total)
 
 
-def _gram(tall: torch.Tensor, rank: int, keys: Sequence[int]) -> list[Truncation | None]:
-    del keys
-    found: list[Truncation | None] = []
-    for matrix in tall:
-        wide = matrix.to(torch.float64)
-        found.append(from_gram(wide.mT @ wide, rank, squared_norm(matrix), partial(torch.mm, matrix)))
-    return found
+def _gram(tall: torch.Tensor, rank: int, key: int, total: float) -> Truncation | None:
+    del key
+    wide = tall.to(torch.float64)
+    return from_gram(wide.mT @ wide, rank, total, partial(torch.mm, tall))
 
 
 def from_gram(
@@ -149,18 +180,18 @@ def from_gram(
     return found and _balanced(multiply(found[1]), found[1], found[0], total)
 
 
-def _lapack_fp32(tall: torch.Tensor, rank: int, keys: Sequence[int]) -> list[Truncation | None]:
-    del keys
-    return [_lapack(matrix, rank) for matrix in tall]
+def _lapack_fp32(tall: torch.Tensor, rank: int, key: int, total: float) -> Truncation | None:
+    del key
+    return _lapack(tall, rank, total)
 
 
-def _lapack_fp64(tall: torch.Tensor, rank: int, keys: Sequence[int]) -> list[Truncation | None]:
-    del keys
-    return [_lapack(matrix.to(torch.float64), rank) for matrix in tall]
+def _lapack_fp64(tall: torch.Tensor, rank: int, key: int, total: float) -> Truncation | None:
+    del key
+    return _lapack(tall.to(torch.float64), rank, total)
 
 
-def _lapack(matrix: torch.Tensor, rank: int) -> Truncation | None:
+def _lapack(matrix: torch.Tensor, rank: int, total: float) -> Truncation | None:
     u, sigma, vt = torch.linalg.svd(matrix, full_matrices=False)
     image = (u[:, :rank] * sigma[:rank]).to(torch.float32)
     energy = sigma[:rank].to(torch.float64).square()
-    return _balanced(image, vt[:rank].mT.to(torch.float32), energy, squared_norm(matrix))
+    return _balanced(image, vt[:rank].mT.to(torch.float32), energy, total)

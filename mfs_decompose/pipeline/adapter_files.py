@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mfs_decompose.artifact.records import SourceRecord
+from mfs_decompose.source.folder import ADAPTER_INDEX
+from mfs_decompose.source.weights import ADAPTER_CONFIG
 
-_ADAPTERS_OWN = frozenset({"adapter_config.json"})
+_ADAPTERS_OWN = frozenset({ADAPTER_CONFIG, ADAPTER_INDEX})
 _OF_ONE_FOLDER = frozenset({"README.md"})
 """Describes the folder it lies in, and no merge of two."""
 

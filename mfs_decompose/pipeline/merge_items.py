@@ -12,6 +12,7 @@ from mfs_decompose.artifact.values import row_bytes
 from mfs_decompose.codec.base import DECODE_ELEMENTS, block_rows
 from mfs_decompose.codec.opened_adapter import OpenedAdapterTensor
 from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.linalg.sums import squared_norm
 from mfs_decompose.pipeline.reading import Advance, Sources
 from mfs_decompose.pipeline.scheduler import Stop
@@ -26,16 +27,24 @@ def merge_node(item: Item) -> CodecNode:
 
 
 def survey_merged(item: Item, sources: Sources, advance: Advance, stop: Stop) -> tuple[str, float, int]:
-    """The digest of the fp32 merge, which is the original, ||delta||^2, and how many values the dtype cannot hold."""
-    digest = hashlib.sha256()
+    """The digest of the fp32 merge, which is the original, ||delta||^2, and how many values the dtype cannot hold.
+
+    Where the base is NaN or infinite so is the merge; such values count among the latter, and have no part in the norm.
+
+    Raises:
+        SourceIncompatible: the adapter makes finite weights too large for fp32.
+    """
+    opened, digest = _open(item, sources), hashlib.sha256()
     energies: list[float] = []
-    overflows, limit = 0, torch.finfo(torch_dtype(item.spec.dtype)).max
+    lost, limit = 0, torch.finfo(torch_dtype(item.spec.dtype)).max
     for start, end, merged in _blocks(item, sources, advance, stop):
         base = _base_rows(item, sources, start, end)
-        energies.append(squared_norm(merged if base is None else merged - base.to(torch.float64)))
-        digest.update(row_bytes(merged.to(torch.float32)))
-        overflows += int((merged.abs() > limit).sum())
-    return digest.hexdigest(), math.fsum(energies), overflows
+        delta = merged if base is None else merged - base.to(torch.float64)
+        _refuse_overflow(item, base, merged)
+        energies.append(squared_norm(torch.where(torch.isfinite(delta), delta, 0.0)))
+        digest.update(row_bytes(opened.rounded(merged, start, torch.float32, "nearest")))
+        lost += int((~(merged.abs() <= limit)).sum())
+    return digest.hexdigest(), math.fsum(energies), lost
 
 
 def restored_digest(item: Item, sources: Sources, advance: Advance, stop: Stop) -> str:
@@ -45,6 +54,23 @@ def restored_digest(item: Item, sources: Sources, advance: Advance, stop: Stop) 
     for start, _, merged in _blocks(item, sources, advance, stop):
         digest.update(row_bytes(opened.rounded(merged, start, target, "stochastic")))
     return digest.hexdigest()
+
+
+def _refuse_overflow(item: Item, base: torch.Tensor | None, merged: torch.Tensor) -> None:
+    """Refuse values that fp32 cannot hold, where it can hold the base's; what is no number there stays none."""
+    limit = torch.finfo(torch.float32).max
+    low, high = torch.aminmax(merged) if merged.numel() else (merged.new_zeros(()), merged.new_zeros(()))
+    if -limit <= float(low) <= float(high) <= limit:  # false for NaN, too
+        return
+    beyond = ~(merged.abs() <= limit)
+    if base is not None:
+        beyond &= base.abs() <= limit
+    if bool(beyond.any()):
+        raise SourceIncompatible(
+            f"the adapter {item.variant!r} is broken: merged with its base, {int(beyond.sum())} of {item.spec.numel} "
+            f"values of {item.name[:200]!r} are too large for fp32",
+            hint="Its training diverged, or it was damaged: give an earlier checkpoint of it.",
+        )
 
 
 def _blocks(item: Item, sources: Sources, advance: Advance, stop: Stop) -> Iterator[tuple[int, int, torch.Tensor]]:

@@ -103,7 +103,8 @@ def _refuse_methods(config: Mapping[str, object], where: str) -> None:
                 hint="Give a plain LoRA, or merge it into its base in PEFT (merge_and_unload) and give that folder.",
             )
     start = config.get("init_lora_weights", True)
-    if not (isinstance(start, bool) or start is None or start in SELF_CONTAINED_STARTS):
+    is_plain = start is None or isinstance(start, bool) or (isinstance(start, str) and start in SELF_CONTAINED_STARTS)
+    if not is_plain:
         raise SourceIncompatible(
             f"the adapter in {where} has init_lora_weights {str(start)[:40]!r}: its factors belong to a base that was "
             "changed when training began, not to the base as published",

@@ -72,13 +72,13 @@ def sort_keys(tensors: Mapping[str, TensorSpec], where: str) -> AdapterKeys:
     for key in sorted(tensors):
         spec = TensorSpec(key, tensors[key].dtype, tensors[key].shape)
         taken, adapter = _place(found, _strip(key), spec)
-        if not taken:
+        if adapter:
+            adapters.add(adapter)
+        if not taken and len(adapters) < 2:
             raise SourceIncompatible(
                 f"expected each tensor of {where} once, found {key[:200]!r} a second time under another spelling",
                 hint="Save the adapter again with save_pretrained.",
             )
-        if adapter:
-            adapters.add(adapter)
     if len(adapters) > 1:
         raise SourceIncompatible(
             f"expected one adapter in {where}, found {first_few(sorted(adapters))}",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.source.adapter_attach import Attacher
+from mfs_decompose.source.adapter_promises import describe_incomplete
 from mfs_decompose.source.checkpoint import Checkpoint, read_sidecar
 from mfs_decompose.source.naming import first_few
 
@@ -20,7 +21,11 @@ def describe(
     attached: Attacher, adapter: Checkpoint, base: Checkpoint, changed: Sequence[str], *, apart: bool
 ) -> tuple[str, ...]:
     """The notes of one adapter, the count of changed tensors first; for what is no more than a fact of it."""
-    notes = [f"adapter: changes {len(changed)} of the base's {len(base.tensors)} tensors"]
+    own = sum(name in base.tensors for name in changed)
+    notes = [f"adapter: changes {own} of the base's {len(base.tensors)} tensors"]
+    if _is_another(attached.config.trained_on, base):
+        said = base.repo or base.root.absolute().name
+        notes.append(f"adapter: says it was trained on {attached.config.trained_on[:200]}; the base given is {said}")
     ways = Counter(attached.names.ways.values())
     total = sum(ways.values())
     if ways["renamed"]:
@@ -38,29 +43,16 @@ def describe(
 
 def warn(attached: Attacher, adapter: Checkpoint, base: Checkpoint) -> tuple[str, ...]:
     """What may be wrong with it, without a proof."""
-    return (*_incomplete(attached, base), *_quantised(attached.config.trained_on, adapter))
+    return (*describe_incomplete(attached, adapter, base), *_quantised(attached.config.trained_on, adapter))
 
 
-def _incomplete(attached: Attacher, base: Checkpoint) -> list[str]:
-    """Biases that were trained and are not there: PEFT before 0.21.2 did not save those of bias="lora_only"."""
-    bias = attached.config.bias
-    if bias == "none" or any(name.endswith(".bias") for name in attached.keys.whole):
-        return []
-    targets = {module for module, _ in attached.keys.factors}
-    lacking = [name for name in base.tensors if name.endswith(".bias") and (bias == "all" or _targets(name, targets))]
-    if not lacking:
-        return []
-    return [
-        f"adapter: incomplete, its config says that biases were trained (bias={bias!r}), and its file has none; "
-        f"{len(lacking)} keep the base's values: {first_few(lacking)}"
-    ]
-
-
-def _targets(name: str, modules: set[str]) -> bool:
-    module = name.removesuffix(".bias")
-    return module in modules or any(
-        module.endswith("." + target) or target.endswith("." + module) for target in modules
-    )
+def _is_another(trained_on: str, base: Checkpoint) -> bool:
+    """Whether the model that an adapter names goes by another name than the base: often a copy of it, at times not."""
+    name = trained_on.replace("\\", "/").rstrip("/").rpartition("/")[2].casefold()
+    place = base.repo or str(base.root.resolve())
+    # A snapshot in the Hub's cache lies in models--org--name/snapshots/<commit>.
+    names = {base.root.absolute().name.casefold(), *(part.casefold() for part in re.split(r"[/\\]|--", place))}
+    return bool(name) and name not in names
 
 
 def _quantised(trained_on: str, adapter: Checkpoint) -> list[str]:

@@ -42,7 +42,7 @@ def find_ends(base: Checkpoint, draft: Draft, where: str) -> Ends | None:
     """
     embeddings = [name for name in base.tensors if vocabulary_role(name) == "embedding"]
     heads = [name for name in base.tensors if vocabulary_role(name) == "head"]
-    flags = {config["tie_word_embeddings"] for config in _configs(base.config) if "tie_word_embeddings" in config}
+    flags = [config["tie_word_embeddings"] for config in _configs(base.config) if "tie_word_embeddings" in config]
     named = [name for name in draft.changes if vocabulary_role(name) is not None]
     new = [name for name in named if name not in base.tensors]
     if not embeddings and new:  # the head of a tied base, found by the map of its names

@@ -15,6 +15,7 @@ MAX_SIDECAR_BYTES = 64 * 2**20
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9._+-]{0,127}")
 _SIDECAR = re.compile(r".*\.(json|jinja|txt|model|tiktoken|py)|LICENSE.*|NOTICE.*|README\.md")
 _OTHER_INDEX = re.compile(r".*\.index(\.[^.]+)?\.json")  # of weights that are not read, such as pytorch_model.bin's
+ADAPTER_INDEX = "adapter_model.safetensors.index.json"
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
@@ -66,7 +67,9 @@ def list_folder(root: Path) -> Folder:
 
 def is_sidecar(name: str) -> bool:
     """Whether a file of that name belongs to the variant."""
-    return bool(_SAFE_NAME.fullmatch(name) and _SIDECAR.fullmatch(name) and not _OTHER_INDEX.fullmatch(name))
+    if _OTHER_INDEX.fullmatch(name) and name != ADAPTER_INDEX:
+        return False
+    return bool(_SAFE_NAME.fullmatch(name) and _SIDECAR.fullmatch(name))
 
 
 def require_plain_name(root: Path, name: str) -> None:

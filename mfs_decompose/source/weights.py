@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 from mfs_decompose.errors import SourceIncompatible, SourceNotFound
-from mfs_decompose.source.folder import MAX_SIDECAR_BYTES, WEIGHT_INDEX, Folder, require_plain_name, resolve_inside
+from mfs_decompose.source.folder import (
+    ADAPTER_INDEX,
+    MAX_SIDECAR_BYTES,
+    WEIGHT_INDEX,
+    Folder,
+    require_plain_name,
+    resolve_inside,
+)
 from mfs_decompose.source.header import ShardHeader
 from mfs_decompose.source.naming import first_few
 from mfs_decompose.source.strict_json import parse_strict_object
@@ -63,8 +70,9 @@ def choose_contents(folder: Folder, take: Take | None) -> tuple[Folder, bool]:
         index = () if folder.index is None else (folder.index.name,)
         others = tuple(sorted({*folder.others, *whole, *index}))
         return replace(folder, weights=tuple(parts), index=None, others=others), True
-    sidecars = tuple(sidecar for sidecar in folder.sidecars if sidecar.name != ADAPTER_CONFIG)
-    others = tuple(sorted({*folder.others, *parts, *(config.name for config in configs)}))
+    adapters = {ADAPTER_CONFIG, ADAPTER_INDEX} & {sidecar.name for sidecar in folder.sidecars}
+    sidecars = tuple(sidecar for sidecar in folder.sidecars if sidecar.name not in adapters)
+    others = tuple(sorted({*folder.others, *parts, *adapters}))
     return replace(folder, weights=tuple(whole), sidecars=sidecars, others=others), False
 
 
