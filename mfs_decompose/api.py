@@ -56,7 +56,7 @@ def decompose(
         out: folder of the artifact. If it is there already and this would write it again, nothing is written.
         budget, rank, density: at most one objective: a cap for each variant (`"5%"`, `0.05`, `"80MB"`), one rank, or
             a share of each row.
-        codec: lowrank, sparse, lossless or raw.
+        codec: lowrank, sparse, sign, ternary, kbit, deadzone, rowsparse, lossless, lora-exact or raw.
         recipe: the name of a shipped recipe, or a file.
         overrides: further keys of the recipe, dotted.
 

@@ -52,6 +52,11 @@ def test_the_blocks_of_the_page_run(
     assert {f"code {way}" for way in ("served", "restored")} <= {line.split(":")[0] for line in said[0].splitlines()}
 
     # What the others promise.
+    kept, given = read_weights(tmp_path / "math-kept"), read_weights(tmp_path / "math")
+    assert kept.keys() == given.keys() and all(torch.equal(kept[name], given[name]) for name in given)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "lora" / file).read_bytes() == (tmp_path / "tuned-lora" / file).read_bytes()
+    assert read_weights(tmp_path / "lora-merged").keys() == read_weights(tmp_path / "base").keys()
     exact, original = read_weights(tmp_path / "math-exact"), read_weights(tmp_path / "math")
     assert exact.keys() == original.keys()
     assert all(torch.equal(exact[name], original[name]) for name in original)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mfs_decompose.codec.base import Emit, Fetch, Rows, block_rows
-from mfs_decompose.codec.tree import CodecNode, Part
+from mfs_decompose.codec.tree import CodecNode, Part, shown
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.linalg.grid import GRIDS, Grid, Words, ordered, unordered
 from mfs_decompose.linalg.integer_coder import coded_bits, decode_integers, encode_integers, to_buckets
@@ -96,7 +96,7 @@ def open_corrected(
         raise ArtifactInvalid(f"codec 'corrected' of {spec.name!r}: chunks do not add up to the tensor")
     if not is_correctable(spec) or not spec.shape or merge not in ("once", "twice"):
         found = f"{spec.dtype} {list(spec.shape)}"
-        raise ArtifactInvalid(f"codec 'corrected' of {spec.name!r}: found merge {merge!r} of {found}")
+        raise ArtifactInvalid(f"codec 'corrected' of {spec.name!r}: found merge {shown(merge)} of {found}")
     # Larger ones would fill the memory; for each smaller one a delta's whole block may have to be decoded again.
     if step != block_rows(spec, _CHUNK):
         raise ArtifactInvalid(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from mfs_decompose.codec.base import Emit, Fetch
-from mfs_decompose.codec.tree import CodecNode, Part
+from mfs_decompose.codec.tree import CodecNode, Part, shown
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.linalg.fixed_point import LARGEST_CODE, MAX_RANK, FixedFactors, is_exact
 from mfs_decompose.linalg.grid import Longs
@@ -47,7 +47,7 @@ def open_fixed(node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> FixedFa
     rank = node.integer("rank")
     # More values than the matrix has would be a small file that fills the memory.
     if node.params.get("shape") != list(shape) or rank > MAX_RANK or rank * sum(shape) > shape[0] * shape[1]:
-        found = f"{node.params.get('shape')} of rank {rank}"
+        found = f"{shown(node.params.get('shape'))} of rank {rank}"
         raise ArtifactInvalid(f"codec 'fixed': expected factors of a delta {list(shape)}, found {found}")
     data = _read(node, "directions", fetch)
     if len(data) != rank * _HEAD.itemsize:

@@ -18,7 +18,7 @@ from mfs_decompose.codec.base import DECODE_ELEMENTS, Emit, Fetch, Rows, block_r
 from mfs_decompose.codec.lossless_chunk import Layout, decode_chunk, encode_chunk
 from mfs_decompose.codec.lossless_v1 import decode_chunk_v1
 from mfs_decompose.codec.predictor import can_predict, layout_of, predicted_words, tensor_of, words_of
-from mfs_decompose.codec.tree import CodecNode, Json, Part
+from mfs_decompose.codec.tree import CodecNode, Json, Part, shown
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.linalg.words import Words, word_type
 from mfs_decompose.source.header import TensorSpec
@@ -103,7 +103,7 @@ def _chunk_edges(node: CodecNode, spec: TensorSpec) -> tuple[int, bool, list[int
     if spec.numel and step > block_rows(spec, _MAX_CHUNK):
         raise ArtifactInvalid(f"codec 'lossless' of {spec.name!r}: chunks of {step} rows are too large")
     if predictor not in ("base", "none"):
-        raise ArtifactInvalid(f"codec 'lossless' of {spec.name!r}: unknown predictor {predictor!r}")
+        raise ArtifactInvalid(f"codec 'lossless' of {spec.name!r}: unknown predictor {shown(predictor)}")
     return step, predictor == "base", list(accumulate(numbers, initial=part.offset))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from mfs_decompose.codec.arrays import read_array
 from mfs_decompose.codec.base import Fetch, Fit
-from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.codec.tree import CodecNode, shown
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.linalg.blocked import blocked_svd
 from mfs_decompose.linalg.packing import pack_int4, unpack_int4
@@ -53,7 +53,8 @@ class LowRank:
     def open(self, node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> _Product:
         fmt = node.params.get("factors")
         if not isinstance(fmt, str) or fmt not in _FORMATS or node.params.get("group") != GROUP:
-            raise ArtifactInvalid(f"codec 'lowrank': unknown factors {fmt!r} in groups of {node.params.get('group')!r}")
+            found = f"{shown(fmt)} in groups of {shown(node.params.get('group'))}"
+            raise ArtifactInvalid(f"codec 'lowrank': unknown factors {found}")
         rank = node.integer("steps")
         u, v = (_read(node, side, fetch, rank, length, fmt) for side, length in zip("uv", shape, strict=True))
         return _Product(u, dequantise(v))

@@ -15,7 +15,7 @@ from mfs_decompose.codec.base import Delta, Fetch, Rows, matrix_shape
 from mfs_decompose.codec.corrected import open_corrected
 from mfs_decompose.codec.registry import COMPOSED, FITTED, LOSSY, check_node, exact_codec, lossy_codec, open_delta
 from mfs_decompose.codec.slices import open_stack
-from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.codec.tree import CodecNode, shown
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.linalg.rounding import Rounding, round_to, rounding_key
 from mfs_decompose.source.dtypes import is_float, torch_dtype
@@ -97,7 +97,8 @@ class OpenedTensor:
     def _round(
         self, delta: torch.Tensor, base: torch.Tensor, start: int, target: torch.dtype, rounding: Rounding
     ) -> torch.Tensor:
-        values = base.to(torch.float64) + delta.reshape(base.shape)
+        # -0.0 becomes +0.0: which of the two a product gives depends on the kernel, and a base of -0.0 would show it.
+        values = base.to(torch.float64) + (delta.reshape(base.shape) + 0.0)
         row_elements = self.spec.numel // self.spec.rows
         return round_to(values, target, rounding, self._key, start * row_elements)
 
@@ -117,7 +118,7 @@ def _open_segments(node: CodecNode, fetch: Fetch, spec: TensorSpec) -> list[_Seg
         raise ArtifactInvalid(f"codec 'rows' of {spec.name!r}: its splits do not match its nodes")
     edges = [edge for edge in splits if type(edge) is int]
     if len(edges) != len(splits) or edges != sorted(edges) or edges[0] != 0 or edges[-1] != spec.rows:
-        found = str(splits)[:80]
+        found = shown(splits)
         raise ArtifactInvalid(f"codec 'rows' of {spec.name!r}: its splits {found} do not cover {spec.rows} rows")
     return [
         _open_segment(child, fetch, TensorSpec(spec.name, spec.dtype, (stop - start, *spec.shape[1:])), start)

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from mfs_decompose.codec.base import Delta, Fetch, LossyCodec
-from mfs_decompose.codec.tree import CodecNode, Json, Part
+from mfs_decompose.codec.tree import CodecNode, Json, Part, shown
 from mfs_decompose.codec.truncate import Range
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.source.dtypes import is_known, item_size
@@ -64,7 +64,7 @@ def open_stack(node: CodecNode, fetch: Fetch, codec: LossyCodec, matrices: int, 
     steps = [count for count in given if type(count) is int and count >= 0] if isinstance(given, list) else []
     total = sum(steps)
     if not isinstance(given, list) or len(steps) != len(given) or len(steps) != matrices:
-        raise ArtifactInvalid(f"codec {node.codec!r}: expected steps of {matrices} slices, found {str(given)[:80]}")
+        raise ArtifactInvalid(f"codec {node.codec!r}: expected steps of {matrices} slices, found {shown(given)}")
     for part in node.parts:
         if not is_known(part.dtype) or part.shape[:1] != (total,) or part.nbytes != _step_bytes(part) * total:
             raise ArtifactInvalid(

@@ -14,7 +14,7 @@ import torch
 from mfs_decompose.codec.arrays import read_array
 from mfs_decompose.codec.base import Fetch, Fit
 from mfs_decompose.codec.sizes import SHORT_INDEX, VALUE_BYTES
-from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.codec.tree import CodecNode, shown
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.linalg.shapes import GROUP
 from mfs_decompose.linalg.sums import squared_norm
@@ -57,7 +57,7 @@ class Sparse:
     def open(self, node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> _Entries:
         fmt = node.params.get("values")
         if not isinstance(fmt, str) or fmt not in VALUE_BYTES:
-            raise ArtifactInvalid(f"codec 'sparse': unknown values {fmt!r}")
+            raise ArtifactInvalid(f"codec 'sparse': unknown values {shown(fmt)}")
         steps, (rows, columns) = node.integer("steps"), shape
         index = read_array(node, "index", fetch, "U16" if columns <= SHORT_INDEX else "I32", (steps, rows))
         values = read_array(node, "value", fetch, "BF16" if fmt == "bf16" else "I8", (steps, rows)).to(torch.float64)

@@ -60,7 +60,7 @@ class CodecNode:
         """
         value = self.params.get(key)
         if type(value) is not int or value < 0:
-            raise ArtifactInvalid(f"codec {self.codec!r} needs a whole number {key!r}, found {_short(value)}")
+            raise ArtifactInvalid(f"codec {self.codec!r} needs a whole number {key!r}, found {shown(value)}")
         return value
 
     def part(self, name: str) -> Part:
@@ -72,7 +72,7 @@ class CodecNode:
         for part in self.parts:
             if part.name == name:
                 return part
-        found = _short([part.name for part in self.parts])
+        found = shown([part.name for part in self.parts])
         raise ArtifactInvalid(f"codec {self.codec!r} needs an array {name!r}, found {found}")
 
     def to_json(self) -> dict[str, Json]:
@@ -97,14 +97,14 @@ class CodecNode:
             ArtifactInvalid: it is not a codec tree.
         """
         if not isinstance(document, dict) or depth >= _MAX_DEPTH:
-            raise ArtifactInvalid(f"expected a codec tree of at most {_MAX_DEPTH} levels, found {_short(document)}")
+            raise ArtifactInvalid(f"expected a codec tree of at most {_MAX_DEPTH} levels, found {shown(document)}")
         extra = set(document) - {"codec", "version", "params", "parts", "children"}
         codec, version = document.get("codec"), document.get("version")
         params = document.get("params", {})
         parts, children = document.get("parts", []), document.get("children", [])
         sound = isinstance(codec, str) and len(codec) <= _MAX_NAME and type(version) is int and isinstance(params, dict)
         if extra or not sound or not isinstance(parts, list) or not isinstance(children, list):
-            raise ArtifactInvalid(f"expected a codec tree, found {_short(document)}")
+            raise ArtifactInvalid(f"expected a codec tree, found {shown(document)}")
         if len(children) > _MAX_CHILDREN:
             raise ArtifactInvalid(
                 f"expected at most {_MAX_CHILDREN} nodes below codec {codec!r}, found {len(children)}"
@@ -125,10 +125,9 @@ def _read_part(document: object) -> Part:
         counts = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in (*shape, *numbers))
         if counts and all(isinstance(text, str) and len(text) <= _MAX_NAME for text in texts):
             return Part(texts[0], texts[1], tuple(shape), numbers[0], numbers[1])
-    raise ArtifactInvalid(
-        f"expected an array of a codec (name, dtype, shape, offset, nbytes), found {_short(document)}"
-    )
+    raise ArtifactInvalid(f"expected an array of a codec (name, dtype, shape, offset, nbytes), found {shown(document)}")
 
 
-def _short(document: object) -> str:
+def shown(document: object) -> str:
+    """What a message says of a value that a stranger wrote."""
     return reprlib.repr(document)[:80]  # a hostile document may be too deep for repr

@@ -55,6 +55,7 @@ class Prediction:
 def predict(base: Doubles, delta: Doubles, grid: Grid, merge: Merge) -> Prediction:
     """Predict weights from the base's values and an exact delta, both flat fp64; what is not finite counts as 0."""
     base, delta = (np.where(np.isfinite(values), values, 0.0) for values in (base, delta))
+    delta = delta + 0.0  # -0.0 becomes +0.0: which of the two a product gives depends on the kernel
     total = base + (nearest(delta, grid) if merge == "twice" else delta)
     total = np.clip(total, -2.0 * grid.largest, 2.0 * grid.largest)
     rounded = nearest(total, grid)

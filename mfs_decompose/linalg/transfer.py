@@ -33,14 +33,14 @@ class CudaTransfer:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def send(self, values: torch.Tensor) -> Arriving:
         # Pinned pages are torch's to keep: freed ones wait in its cache until the copies out of them are done.
         pinned = values.pin_memory()
         with torch.cuda.stream(self._stream):
             there = pinned.to(self._device, non_blocking=True)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         return _OnStream(there, copied)
 

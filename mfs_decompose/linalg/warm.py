@@ -36,7 +36,7 @@ def _warm(matrix: torch.Tensor, rank: int, start: Truncation | None) -> Truncati
         return None
     wide = matrix.shape[0] < matrix.shape[1]
     tall, known_RN = (matrix.mT, start.left) if wide else (matrix, start.right)
-    image = tall @ known_RN.mT
+    image = tall @ (known_RN / peak(known_RN)).mT
     basis_MR = orthonormalise((image / peak(image))[None])[0]
     found = from_range(tall.mT @ basis_MR, basis_MR, min(rank, tall.shape[1]), total)
     if found is None or not is_sound(found):

@@ -64,7 +64,7 @@ def _refuse_overflow(item: Item, base: torch.Tensor | None, merged: torch.Tensor
         return
     beyond = ~(merged.abs() <= limit)
     if base is not None:
-        beyond &= base.abs() <= limit
+        beyond &= base.to(torch.float64).abs() <= limit  # in bf16 the limit itself would be infinite
     if bool(beyond.any()):
         raise SourceIncompatible(
             f"the adapter {item.variant!r} is broken: merged with its base, {int(beyond.sum())} of {item.spec.numel} "

@@ -17,6 +17,7 @@ from mfs_decompose.base_extraction import delta_rows
 from mfs_decompose.codec.arrays import tensor_bytes
 from mfs_decompose.codec.base import DECODE_ELEMENTS, Fit
 from mfs_decompose.codec.registry import lossy_codec
+from mfs_decompose.linalg.device_batches import lane_of
 from mfs_decompose.linalg.seeds import stream_key
 from mfs_decompose.pipeline.deltas import count_nonfinite, delta_energy, same_bits
 from mfs_decompose.pipeline.reading import Advance, Sources, row_blocks
@@ -78,9 +79,12 @@ class StackSurveyor:
             steps = slice_steps(item, len(slices), len(deltas))
             changed = [at for at, one in enumerate(slices) if one == ()]
             keys = [stream_key(self.seed, "sketch", f"{item.name}\0{first + at}") for at in changed]
-            batch = torch.stack(deltas).to(self.device)
+            batch = torch.stack(deltas)
             deltas.clear()
-            fits = lossy_codec(item.codec).fit(batch, steps, keys, item.params)
+            codec = lossy_codec(item.codec)
+            fits = lane_of(self.device).fit(
+                batch, keys, lambda part, part_keys: codec.fit(part, steps, part_keys, item.params)
+            )
             for at, fit in zip(changed, fits, strict=True):
                 slices[at] = found.keep(item, fit, scratch)
         found.slices.extend(slices)

@@ -18,6 +18,7 @@ from mfs_decompose.base_extraction import delta_rows
 from mfs_decompose.codec.arrays import tensor_bytes
 from mfs_decompose.codec.base import DECODE_ELEMENTS, Fit
 from mfs_decompose.codec.registry import lossy_codec
+from mfs_decompose.linalg.device_batches import lane_of
 from mfs_decompose.linalg.seeds import stream_key
 from mfs_decompose.pipeline.deltas import count_nonfinite, delta_energy, same_bits
 from mfs_decompose.pipeline.direct import encode_direct
@@ -83,9 +84,12 @@ class Surveyor:
         if chosen:
             first = items[chosen[0]]
             keys = [_key(self.seed, items[at]) for at in chosen]
-            batch = torch.stack(deltas).to(self.device)
+            batch = torch.stack(deltas)
             deltas.clear()
-            fits_found = lossy_codec(first.codec).fit(batch, first.steps, keys, first.params)
+            codec = lossy_codec(first.codec)
+            fits_found = lane_of(self.device).fit(
+                batch, keys, lambda part, part_keys: codec.fit(part, first.steps, part_keys, first.params)
+            )
             for at, fit in zip(chosen, fits_found, strict=True):
                 found[at] = self._keep(items[at], found[at], fit, scratch)
         return [self._force(item, surveyed) for item, surveyed in zip(items, found, strict=True)]
@@ -106,10 +110,12 @@ class Surveyor:
             def blocks() -> Iterator[tuple[int, torch.Tensor]]:
                 for block in self.sources.delta_blocks(item, self.advance):
                     stop.check()
-                    yield block[0], block[1].to(self.device)
+                    yield block
 
-            codec = lossy_codec(item.codec)
-            fit = codec.fit_blocks(blocks, item.matrix, item.steps, _key(self.seed, item), item.params, self.device)
+            codec, key, matrix = lossy_codec(item.codec), _key(self.seed, item), item.matrix
+            fit = lane_of(self.device).fit_blocks(
+                blocks, lambda source, device: codec.fit_blocks(source, matrix, item.steps, key, item.params, device)
+            )
             surveyed = self._keep(item, surveyed, fit, scratch)
         return self._force(item, surveyed)
 

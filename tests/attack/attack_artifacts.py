@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from adapters import make_adapter
-from checkpoints import EMBEDDING, HEAD
+from checkpoints import EMBEDDING, HEAD, random_checkpoint
 from merged_loras import merged_lora
-from pipeline_runs import run, toy
 
 from mfs_decompose.artifact.canonical import canonical_bytes, digest_of
 from mfs_decompose.artifact.shard import Entry, ShardPlan
 from mfs_decompose.artifact.shard_reader import shard_metadata
+from mfs_decompose.pipeline.decompose import decompose
+from mfs_decompose.pipeline.request import DecomposeRequest
+from mfs_decompose.recipe.load import load_recipe
 
 Json = Any
 
@@ -75,19 +77,31 @@ def make_codecs(root: Path) -> tuple[Path, dict[str, Path]]:
     many[EMBEDDING] = torch.cat([many[EMBEDDING], many[EMBEDDING][:4]])
     many[HEAD] = many[EMBEDDING].clone()
     plain = {**base, "norm.weight": base["norm.weight"] * 2}
-    folders = {id: toy(root / id, own, config_json=TIED) for id, own in (("many", many), ("plain", plain))}
-    return toy(root / "base", base, config_json=TIED), folders
+    folders = {id: _checkpoint(root / id, own) for id, own in (("many", many), ("plain", plain))}
+    return _checkpoint(root / "base", base), folders
 
 
 def make_artifacts(root: Path) -> dict[str, Path]:
     """One artifact of all codecs, one with corrections over them, and one of each kind of adapter."""
     base, variants = make_codecs(root / "sources")
-    run(root / "lossy", base, variants, RECIPE)
-    run(root / "exact", base, variants, EXACT)
+    _run(root / "lossy", base, variants, RECIPE)
+    _run(root / "exact", base, variants, EXACT)
     for kind in ADAPTERS:
         made = make_adapter(root / "adapters" / kind, kind)
-        run(root / kind, made.base, {"many": made.adapter})
+        _run(root / kind, made.base, {"many": made.adapter}, {})
     return {name: root / name for name in ("lossy", "exact", *ADAPTERS)}
+
+
+def _checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
+    random_checkpoint(folder, tensors, {"format": "pt"})
+    (folder / "config.json").write_text(TIED)
+    return folder
+
+
+def _run(out: Path, base: Path, variants: Mapping[str, Path], recipe: Mapping[str, object]) -> None:
+    places = {id: str(folder) for id, folder in variants.items()}
+    asked = load_recipe(None, dict(recipe))
+    decompose(DecomposeRequest(places, out, asked, base=str(base), threads=1, device="cpu"))
 
 
 @dataclass
@@ -97,12 +111,14 @@ class Target:
     folder: Path
     document: Json
     blobs: dict[str, bytes]
+    order: list[str]  # of the entries in the shard
 
     @classmethod
     def copy(cls, artifact: Path, to: Path) -> Target:
         folder = shutil.copytree(artifact, to)
         document = json.loads((folder / "manifest.json").read_bytes())
-        target = cls(folder, document, {})
+        target = cls(folder, document, {}, [])
+        target.order = list(target._header())
         for name, record in target.entries.items():
             target.blobs[name] = target._read(record["blob"])
         return target
@@ -124,13 +140,13 @@ class Target:
 
     def fresh(self) -> Target:
         """The same to be changed, with this one left as it is; both write to one folder."""
-        return Target(self.folder, json.loads(json.dumps(self.document)), dict(self.blobs))
+        return Target(self.folder, json.loads(json.dumps(self.document)), dict(self.blobs), self.order)
 
     def seal(self) -> None:
         """Write the one shard of the variant, and the manifest, so that all sizes and digests agree."""
         (name,) = self.variant["shards"]
         entries, data = [], []
-        for tensor, record in sorted(self.entries.items(), key=lambda pair: str(pair[1]["blob"]["entry"])):
+        for tensor, record in sorted(self.entries.items(), key=self._place):
             record["blob"]["nbytes"] = len(self.blobs[tensor])
             entries.append(Entry.of_bytes(record["blob"]["entry"], len(self.blobs[tensor])))
             data.append(self.blobs[tensor])
@@ -174,10 +190,23 @@ class Target:
         if all(old != f"files/{s['header_sha256']}" for one in sources for s in one["source"]["shards"]):
             self.document["files"].pop(old, None)
 
+    def _place(self, pair: tuple[str, Json]) -> tuple[int, str]:
+        entry = str(pair[1]["blob"]["entry"])
+        return (self.order.index(entry) if entry in self.order else len(self.order), entry)
+
+    def _header(self) -> Json:
+        raw = self._shard.read_bytes()
+        return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+
+    @property
+    def _shard(self) -> Path:
+        (name,) = self.variant["shards"]
+        return self.folder / str(name)
+
     def _read(self, blob: Json) -> bytes:
-        raw = (self.folder / self.variant["shards"][blob["shard"]]).read_bytes()
+        raw = self._shard.read_bytes()
         start = 8 + int.from_bytes(raw[:8], "little")
-        low, high = json.loads(raw[8:start])[blob["entry"]]["data_offsets"]
+        low, high = self._header()[blob["entry"]]["data_offsets"]
         return raw[start + low : start + high]
 
 

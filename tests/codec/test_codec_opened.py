@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from codec_entries import (
@@ -22,8 +23,10 @@ from hypothesis import strategies as st
 
 from mfs_decompose.codec.base import matrix_shape
 from mfs_decompose.codec.opened import OpenedTensor
-from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.codec.tree import CodecNode, Part
 from mfs_decompose.errors import ArtifactInvalid
+from mfs_decompose.linalg.grid import GRIDS
+from mfs_decompose.linalg.margins import Merge, predict
 from mfs_decompose.linalg.rounding import Rounding, round_to, rounding_key
 from mfs_decompose.source.dtypes import torch_dtype
 from mfs_decompose.source.header import TensorSpec
@@ -290,3 +293,33 @@ def test_a_delta_of_what_has_none_is_refused(
     stored = lossy(TensorSpec("", "BF16", (40, 19)), codec, params, 2)
     with pytest.raises(ArtifactInvalid, match="expected a matrix of floats, found"):
         OpenedTensor(stored.node, stored.fetch, TensorSpec("w", dtype, shape))
+
+
+class TestTheSignOfZero:
+    """A product of zeros is +0 or -0 as kernel and block shape will have it; weights must not show it."""
+
+    spec = TensorSpec(_NAME, "BF16", (16, 24))
+
+    def stored(self) -> Stored:
+        left, right = torch.ones(1, 16, dtype=torch.bfloat16), -torch.ones(1, 24, dtype=torch.bfloat16)
+        left[0, 3] = 0
+        data = b"".join(bytes(side.view(torch.uint8).numpy().reshape(-1)) for side in (left, right))
+        parts = (Part("u", "BF16", (1, 16), 0, 32), Part("v", "BF16", (1, 24), 32, 48))
+        return Stored(CodecNode("lowrank", params={"steps": 1, "factors": "bf16", "group": 64}, parts=parts), data)
+
+    def test_a_row_alone_has_the_bits_of_the_whole(self) -> None:
+        tensor = opened(self.stored(), self.spec)
+        rows = rows_of(torch.full((16, 24), -0.0, dtype=torch.bfloat16))
+        for dtype in (None, torch.float32):
+            whole = bits(tensor.restored(0, 16, rows, dtype))
+            parts = [tensor.restored(at, at + 1, rows, dtype) for at in range(16)]
+            assert whole == bits(torch.cat(parts))
+        assert not torch.signbit(tensor.restored(3, 4, rows).float()).any()
+
+    @pytest.mark.parametrize("merge", ["once", "twice"])
+    def test_a_prediction_does_not_know_it_either(self, merge: Merge) -> None:
+        base = np.array([-0.0, -0.0, 0.0, 1.0])
+        plus, minus = np.array([0.0, 0.0, 0.0, 0.0]), np.array([-0.0, 0.0, -0.0, -0.0])
+        one, other = (predict(base, delta, GRIDS["BF16"], merge) for delta in (plus, minus))
+        assert one.words.tolist() == other.words.tolist()
+        assert one.distance.tolist() == other.distance.tolist()

@@ -142,18 +142,40 @@ def test_the_scale_does_not_show(rows: int, columns: int, rank: int, scale: floa
         check(scaled, found)
 
 
-@pytest.mark.parametrize(("rows", "columns", "rank"), _SHAPES)
+@pytest.mark.parametrize(("rows", "columns", "rank"), [*_SHAPES, (231, 151, 9), (151, 231, 9), (121, 71, 40)])
 def test_a_batch_gives_what_each_matrix_gives(rows: int, columns: int, rank: int) -> None:
     batch = torch.stack(
-        [with_spectrum(power_law(min(rows, columns), 1.0 + at / 4), rows, columns, seed=at) for at in range(3)]
+        [with_spectrum(power_law(min(rows, columns), 1.0 + at / 4), rows, columns, seed=at) for at in range(5)]
     )
-    keys = [11, 12, 13]
+    keys = [11, 12, 13, 14, 15]
     together = truncated_svd(batch, rank, keys)
+    halves = truncated_svd(batch[:2], rank, keys[:2]) + truncated_svd(batch[2:], rank, keys[2:])
     for at, found in enumerate(together):
         assert found is not None
         check(batch[at], found)
-        alone = fit(batch[at], rank, keys[at])
-        assert torch.allclose(found.energy, alone.energy, rtol=1e-5)
+        # The third copy begins at an address of another alignment.
+        shifted = torch.empty(batch[at].numel() + 1)[1:].view(rows, columns).copy_(batch[at])
+        for other in (halves[at], fit(batch[at].clone(), rank, keys[at]), fit(shifted, rank, keys[at])):
+            assert other is not None
+            assert torch.equal(found.left, other.left) and torch.equal(found.right, other.right)
+            assert torch.equal(found.energy, other.energy) and found.total == other.total
+
+
+def test_of_a_truncation_every_smaller_rank_is_there() -> None:
+    matrix = with_spectrum(power_law(70, 0.5), 90, 70, seed=18)
+    found = fit(matrix, 12)
+    head = found.head(5)
+    check(matrix, head)
+    assert head.rank == 5 and head.total == found.total
+    assert head.residual() == found.residual(5) == pytest.approx(residual(matrix, head.left, head.right), rel=1e-5)
+    assert found.residual(0) == found.total and found.residual() < found.residual(11)
+    other = head.transposed()
+    assert residual(matrix.mT, other.left, other.right) == pytest.approx(head.residual(), rel=1e-5)
+
+
+def test_a_residual_is_not_below_zero() -> None:
+    empty = torch.empty(1, 5)
+    assert Truncation(empty, empty, torch.tensor([1.0 + 1e-7], dtype=torch.float64), 1.0).residual() == 0.0
 
 
 def test_keys_decide_the_sketch() -> None:
@@ -188,43 +210,43 @@ def test_workers_at_one_thread_give_the_same_bits(rows: int, columns: int, rank:
             assert torch.equal(first.energy, other.energy) and first.total == other.total
 
 
-Method = Callable[[torch.Tensor, int, Sequence[int]], Sequence[Truncation | None]]
+Method = Callable[[torch.Tensor, int, int, float], Truncation | None]
 
 
-def no_convergence(tall: torch.Tensor, rank: int, keys: Sequence[int]) -> list[Truncation | None]:
+def no_convergence(tall: torch.Tensor, rank: int, key: int, total: float) -> Truncation | None:
     raise torch.linalg.LinAlgError("planted")  # type: ignore[attr-defined]
 
 
-def gives_up(tall: torch.Tensor, rank: int, keys: Sequence[int]) -> list[Truncation | None]:
-    return [None] * len(keys)
+def gives_up(tall: torch.Tensor, rank: int, key: int, total: float) -> Truncation | None:
+    return None
 
 
-def gives_nan(tall: torch.Tensor, rank: int, keys: Sequence[int]) -> list[Truncation | None]:
-    shape = (rank, tall.shape[1]), (rank, tall.shape[2])
-    nan = torch.full(shape[0], torch.nan), torch.zeros(shape[1])
-    return [Truncation(*nan, torch.zeros(rank, dtype=torch.float64), 1.0) for _ in keys]
+def gives_nan(tall: torch.Tensor, rank: int, key: int, total: float) -> Truncation | None:
+    left, right = torch.full((rank, tall.shape[0]), torch.nan), torch.zeros(rank, tall.shape[1])
+    return Truncation(left, right, torch.zeros(rank, dtype=torch.float64), 1.0)
 
 
-def gives_nan_energy(tall: torch.Tensor, rank: int, keys: Sequence[int]) -> list[Truncation | None]:
+def gives_nan_energy(tall: torch.Tensor, rank: int, key: int, total: float) -> Truncation | None:
     energy = torch.full((rank,), torch.nan, dtype=torch.float64)
-    return [Truncation(torch.zeros(rank, tall.shape[1]), torch.zeros(rank, tall.shape[2]), energy, 1.0) for _ in keys]
+    return Truncation(torch.zeros(rank, tall.shape[0]), torch.zeros(rank, tall.shape[1]), energy, 1.0)
 
 
-def explains_too_much(tall: torch.Tensor, rank: int, keys: Sequence[int]) -> list[Truncation | None]:
+def explains_too_much(tall: torch.Tensor, rank: int, key: int, total: float) -> Truncation | None:
     energy = torch.full((rank,), 1.0, dtype=torch.float64)
-    return [Truncation(torch.ones(rank, tall.shape[1]), torch.ones(rank, tall.shape[2]), energy, 0.5) for _ in keys]
+    return Truncation(torch.ones(rank, tall.shape[0]), torch.ones(rank, tall.shape[1]), energy, 0.5)
 
 
 @pytest.mark.parametrize("broken", [1, 2, 3])
-@pytest.mark.parametrize("how", [gives_up, gives_nan, gives_nan_energy, explains_too_much])
-@pytest.mark.parametrize("shape", [(100, 60), (60, 100)])
+@pytest.mark.parametrize("how", [no_convergence, gives_up, gives_nan, gives_nan_energy, explains_too_much])
+@pytest.mark.parametrize("shape", [(100, 70), (70, 100)])
 def test_each_rung_catches_the_one_above(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], how: Method, broken: int
 ) -> None:
     ladder = ["_randomised", "_gram", "_lapack_fp32", "_lapack_fp64"]
     for name in ladder[:broken]:
         monkeypatch.setattr(svd, name, how)
-    matrix = with_spectrum(power_law(60, 1.0), *shape, seed=14)
+    assert not uses_gram(5, 70)
+    matrix = with_spectrum(power_law(70, 1.0), *shape, seed=14)
     found = fit(matrix, 5)
     check(matrix, found)
     assert residual(matrix, found.left, found.right) == pytest.approx(smallest_residual(matrix, 5), rel=1e-4)

@@ -160,3 +160,26 @@ def test_tokens_of_one_embedding_or_several() -> None:
     assert found.token_rows("model.embed_tokens", is_input=True) == (1,)
     assert found.token_rows("lm_head", is_input=False) == (2,)
     assert found.token_rows("other", is_input=True) is None
+
+
+@pytest.mark.parametrize("start", [["pissa"], {"a": 1}, 1, 0, 0.5, "pissa", [True]])
+def test_a_start_of_any_type_that_is_not_known_is_refused(start: object) -> None:
+    assert "init_lora_weights" in refuse(init_lora_weights=start).message
+
+
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(MEANT | HARMLESS | REFUSED.keys())), _ANYTHING, max_size=4))
+def test_any_json_is_understood_or_refused(fields: dict[str, Any]) -> None:
+    try:
+        found = parse_adapter_config(fields, "here")
+    except SourceIncompatible as error:
+        assert "\n" not in error.message
+        return
+    assert found.r >= 0
+    assert math.isfinite(found.alpha)

@@ -92,6 +92,10 @@ def test_nested_parameters() -> None:
         (("m.q.lora_A.bias",), "belongs to no method"),
         (("m.q.bias", "m.q.base_layer.bias"), "a second time"),
         (("m.q.lora_A.one.weight", "m.q.lora_B.two.weight"), "expected one adapter in here, found one, two"),
+        (
+            ("m.q.lora_A.one.weight", "m.q.lora_B.one.weight", "m.q.lora_A.two.weight", "m.q.lora_B.two.weight"),
+            "expected one adapter in here, found one, two",
+        ),
         (("m.q.lora_diag",), "'m.q.lora_diag' belongs to no method"),
         (("m.q.lora_monteclora_sampler.std",), "belongs to no method"),
     ],

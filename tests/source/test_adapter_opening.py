@@ -63,6 +63,13 @@ class TestFolders:
         with pytest.raises(SourceNotFound, match="expected 2 shards"):
             open_checkpoint(tmp_path, "x")
 
+    def test_the_index_of_its_shards_is_its_own(self, both: Path) -> None:
+        (both / "adapter_model.safetensors.index.json").write_text('{"weight_map": {}}')
+        weights, adapter = open_checkpoint(both, "x", take="weights"), open_checkpoint(both, "x", take="adapter")
+        assert "adapter_model.safetensors.index.json" in [sidecar.name for sidecar in adapter.sidecars]
+        assert "adapter_model.safetensors.index.json" not in [sidecar.name for sidecar in weights.sidecars]
+        assert "adapter_model.safetensors.index.json" in weights.left_out
+
     def test_both_are_refused_until_one_is_named(self, both: Path) -> None:
         with pytest.raises(
             SourceIncompatible, match=r"found whole weights \(model\.safetensors\) and an adapter"
