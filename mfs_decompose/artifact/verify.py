@@ -185,5 +185,7 @@ def _compare_value(family: Family, variant: VariantRecord, name: str, sink: Prog
 
 
 def _place(variant: VariantRecord, name: str) -> str:
-    blob = variant.tensors[name].blob
-    return variant.shards[blob.shard] if blob else "base"
+    record = variant.tensors[name]
+    if variant.adapter is not None and record.tree.get("codec") == "adapter":
+        return variant.shards[0]  # of one or, rarely, several
+    return variant.shards[record.blob.shard] if record.blob else "base"

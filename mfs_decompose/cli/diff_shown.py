@@ -55,6 +55,9 @@ def tensor_sentences(found: ModelsDiff) -> Iterator[str]:
     count = {verdict: sum(one.verdict == verdict for one in tensors.both) for verdict in _VERDICTS}
     parts = [f"{number} {_VERDICTS[verdict]}" for verdict, number in count.items() if number]
     yield f"{_plural(len(tensors.both), 'tensor')} in both{': ' if parts else ''}{', '.join(parts)}"
+    broken = [one.name for one in tensors.both if one.nonfinite]
+    if broken:
+        yield f"{_plural(len(broken), 'tensor')} with NaN or infinite values, left out of sums: {_list(broken)}"
     if (found.a.kind == "adapter") != (found.b.kind == "adapter"):
         yield "an adapter has tensors of its own and none of its base's: what it makes of it is ART::ID of an artifact"
     retyped = [one for one in tensors.both if one.verdict == "retyped"]

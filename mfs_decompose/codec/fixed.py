@@ -5,6 +5,8 @@ The delta under a correction: a product that is exact everywhere (linalg/fixed_p
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -36,6 +38,24 @@ def encode_fixed(factors: FixedFactors, emit: Emit) -> CodecNode:
         parts.append(Part(name, "U8", (len(data),), offset, len(data)))
         offset += len(data)
     return CodecNode("fixed", params={"rank": factors.rank, "shape": [rows, columns]}, parts=tuple(parts))
+
+
+class StoredFixed:
+    """A stored delta whose factors are read when its first rows are.
+
+    Not before: codes of one value cost no bytes, so a hostile shape asks for any memory. Whoever adds the delta to a
+    base has read the base's rows by then.
+    """
+
+    def __init__(self, node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> None:
+        self._open = partial(open_fixed, node, fetch, shape)
+        self._factors: FixedFactors | None = None
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Raises as `open_fixed` does."""
+        if self._factors is None:
+            self._factors = self._open()
+        return self._factors.rows(start, stop)
 
 
 def open_fixed(node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> FixedFactors:

@@ -69,9 +69,9 @@ def open_delta(node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Delta:
 
         return Banded().open(node, fetch, shape)
     if node.codec == "fixed":
-        from mfs_decompose.codec.fixed import open_fixed
+        from mfs_decompose.codec.fixed import StoredFixed
 
-        return open_fixed(node, fetch, shape)
+        return StoredFixed(node, fetch, shape)
     if node.codec in DIRECT:
         return direct_codec(node.codec).open(node, fetch, shape)
     return lossy_codec(node.codec).open(node, fetch, shape)

@@ -71,6 +71,8 @@ def open_stack(node: CodecNode, fetch: Fetch, codec: LossyCodec, matrices: int, 
                 f"array {part.name!r} of codec {node.codec!r}: expected the {total} steps of its slices, "
                 f"found {part.dtype} {list(part.shape)} in {part.nbytes} bytes"
             )
+    if node.params.get("steps") != total:
+        raise ArtifactInvalid(f"codec {node.codec!r}: expected {total} steps, found {shown(node.params.get('steps'))}")
     return _Stack(node, fetch, codec, steps, shape)
 
 

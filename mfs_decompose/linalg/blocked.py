@@ -15,7 +15,10 @@ from mfs_decompose.linalg.sums import squared_norm
 from mfs_decompose.linalg.svd import Truncation, from_gram, from_range, is_sound
 
 Blocks = Callable[[], Iterator[tuple[int, torch.Tensor]]]
-"""Reads the matrix once more: (first row, fp32 rows) in order. Which rows form a block may depend on shapes alone."""
+"""Reads the matrix once more: (first row, fp32 rows) in order. Which rows form a block may depend on shapes alone.
+
+No pass keeps a block once it has asked for the next one.
+"""
 
 
 def blocked_svd(blocks: Blocks, shape: tuple[int, int], rank: int, key: int, device: str = "cpu") -> Truncation | None:
@@ -36,26 +39,24 @@ def blocked_svd(blocks: Blocks, shape: tuple[int, int], rank: int, key: int, dev
 
 
 def _tall_gram(blocks: Blocks, rows: int, columns: int, rank: int, device: str) -> Truncation | None:
+    gram, total = _gram(blocks, columns, device)
+    return from_gram(gram, rank, total, lambda basis: _multiply(blocks, rows, basis))
+
+
+def _gram(blocks: Blocks, columns: int, device: str) -> tuple[torch.Tensor, float]:
     gram = torch.zeros(columns, columns, dtype=torch.float64, device=device)
     norms: list[float] = []
     for _, block in blocks():
         wide = block.to(torch.float64)
         gram += wide.mT @ wide
         norms.append(squared_norm(block))
-    return from_gram(gram, rank, math.fsum(norms), lambda basis: _multiply(blocks, rows, basis))
+    return gram, math.fsum(norms)
 
 
 def _tall(blocks: Blocks, rows: int, rank: int, basis: torch.Tensor) -> Truncation | None:
     norms: list[float] = []
     for turn in range(POWER_ITERATIONS):
-        image = torch.zeros_like(basis, dtype=torch.float64)
-        for _, block in blocks():
-            part = block @ basis
-            largest = peak(part)
-            image += (block.mT @ (part / largest)).to(torch.float64) * largest
-            if turn == 0:
-                norms.append(squared_norm(block))
-        basis = orthonormalise(image[None])[0]
+        basis = orthonormalise(_multiply_there_and_back(blocks, basis, norms if turn == 0 else None)[None])[0]
     return from_range(_multiply(blocks, rows, basis), basis, rank, math.fsum(norms))
 
 
@@ -66,6 +67,17 @@ def _wide(blocks: Blocks, columns: int, rank: int, basis: torch.Tensor) -> Trunc
         basis = orthonormalise(_multiply(blocks, basis.shape[0], image / peak(image))[None])[0]
     found = from_range(_multiply_transposed(blocks, columns, basis, None), basis, rank, math.fsum(norms))
     return found and found.transposed()
+
+
+def _multiply_there_and_back(blocks: Blocks, right: torch.Tensor, norms: list[float] | None) -> torch.Tensor:
+    product = torch.zeros_like(right, dtype=torch.float64)
+    for _, block in blocks():
+        part = block @ right
+        largest = peak(part)
+        product += (block.mT @ (part / largest)).to(torch.float64) * largest
+        if norms is not None:
+            norms.append(squared_norm(block))
+    return product
 
 
 def _multiply(blocks: Blocks, rows: int, right: torch.Tensor) -> torch.Tensor:

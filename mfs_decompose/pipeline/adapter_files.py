@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from mfs_decompose.artifact.records import SourceRecord
+from mfs_decompose.source.checkpoint import CONFIG
 from mfs_decompose.source.folder import ADAPTER_INDEX
 from mfs_decompose.source.weights import ADAPTER_CONFIG
 
+_File = TypeVar("_File")
 _ADAPTERS_OWN = frozenset({ADAPTER_CONFIG, ADAPTER_INDEX})
 _OF_ONE_FOLDER = frozenset({"README.md"})
 """Describes the folder it lies in, and no merge of two."""
 
 
 def files_of_merge(base: SourceRecord, adapter: SourceRecord) -> dict[str, str]:
-    """Name and digest of each file: a tokenizer, chat template or stop id of the adapter's goes before the base's."""
-    found = {**base.files, **adapter.files}
-    return {name: found[name] for name in names_of_merge(found)}
+    """Name and digest of each file beside the merge."""
+    return choose_files(base.files, adapter.files)
 
 
-def names_of_merge(names: Iterable[str]) -> list[str]:
-    """Those of the files of both that belong beside the merge, sorted."""
-    return sorted(name for name in names if name not in _ADAPTERS_OWN | _OF_ONE_FOLDER)
+def choose_files(base: Mapping[str, _File], adapter: Mapping[str, _File]) -> dict[str, _File]:
+    """By name: a tokenizer, chat template or stop id of the adapter's goes before the base's.
+
+    Not so config.json, which describes the weights: what lies in an adapter's folder is that of its training, and says
+    of a QLoRA's that they are 4-bit codes.
+    """
+    found = {**base, **adapter}
+    if CONFIG in base:
+        found[CONFIG] = base[CONFIG]
+    return {name: found[name] for name in sorted(found) if name not in _ADAPTERS_OWN | _OF_ONE_FOLDER}
 
 
 def change_config(config: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str, Any]:

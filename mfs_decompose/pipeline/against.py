@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mfs_decompose.artifact.reader import Family
 from mfs_decompose.artifact.records import TensorRecord, VariantRecord, relative_error
@@ -16,8 +16,12 @@ from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.events import ProgressSink
 from mfs_decompose.pipeline.merge_folder import merged_rows
 from mfs_decompose.source.adapter import resolve_adapter
-from mfs_decompose.source.checkpoint import Checkpoint, TensorReader
+from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, read_sidecar
 from mfs_decompose.source.resolve import open_source
+from mfs_decompose.source.weights import ADAPTER_CONFIG
+
+if TYPE_CHECKING:
+    import torch
 
 _TOLERANCE = 1e-6
 """Relative: served weights are fp32 here, and the recorded error was summed from fp64 deltas."""
@@ -35,7 +39,7 @@ class Compared:
     ok: bool
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"rel_error": self.rel_error if math.isfinite(self.rel_error) else None}
 
 
 def compare_with_originals(
@@ -81,11 +85,11 @@ def _compare_adapter(
     family: Family, record: VariantRecord, adapter: Checkpoint, ref: str, progress: ProgressSink
 ) -> Compared:
     """What is served, against the merge of the adapter's own folder with the artifact's base."""
-    import torch
-
-    from mfs_decompose.linalg.sums import squared_norm
-
     assert record.adapter is not None
+    config = next((one for one in adapter.sidecars if one.name == ADAPTER_CONFIG), None)
+    digest = None if config is None else hashlib.sha256(read_sidecar(adapter, config)).hexdigest()
+    if digest != record.source.files.get(ADAPTER_CONFIG):
+        raise _stranger(record.id, ref, ADAPTER_CONFIG)
     wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in record.adapter.tensors.items()}
     for name in sorted(wanted.keys() | adapter.tensors.keys()):
         info = adapter.tensors.get(name)
@@ -104,7 +108,7 @@ def _compare_adapter(
                 raise _stranger(record.id, ref, name)
             for start, stop, rows in merged_rows(merge.tensors[name], reader, family.base_rows):
                 served = stored.served(start, stop)
-                errors.append(squared_norm(served.to(torch.float64) - rows.to(torch.float64)))
+                errors.append(_squared_distance(served, rows))
                 progress.advance((stop - start) * stored.spec.row_bytes)
     progress.finish()
     found = relative_error(math.fsum(tensor.energy for tensor in record.tensors.values()), math.fsum(errors))
@@ -117,8 +121,6 @@ def _error(reader: TensorReader, record: TensorRecord, stored: StoredTensor, nam
     """||served - original||^2 of one tensor; None where the original is another one."""
     import torch
 
-    from mfs_decompose.linalg.sums import squared_norm
-
     digest = hashlib.sha256()
     errors: list[float] = []
     for start, stop in stored.blocks():
@@ -127,8 +129,19 @@ def _error(reader: TensorReader, record: TensorRecord, stored: StoredTensor, nam
         if stored.exact and not torch.equal(_bits(stored.restored(start, stop)), _bits(own)):
             errors.append(math.inf)
         if not stored.exact or record.error:  # a corrected delta is served without its corrections
-            errors.append(squared_norm(stored.served(start, stop).to(torch.float64) - own.to(torch.float64)))
+            errors.append(_squared_distance(stored.served(start, stop), own))
     return math.fsum(errors) if digest.hexdigest() == record.original_sha256 else None
+
+
+def _squared_distance(served: torch.Tensor, own: torch.Tensor) -> float:
+    """||served - own||^2, where NaN is no distance from NaN, nor an infinity from itself."""
+    import torch
+
+    from mfs_decompose.linalg.sums import squared_norm
+
+    one, other = served.to(torch.float64), own.to(torch.float64)
+    same = (one == other) | (one.isnan() & other.isnan())
+    return squared_norm(torch.where(same, 0.0, one - other).nan_to_num(nan=math.inf))
 
 
 def _bits(values: Any) -> Any:
@@ -138,7 +151,8 @@ def _bits(values: Any) -> Any:
 
 
 def _stranger(id: str, ref: str, name: str) -> SourceIncompatible:
+    what = name if name == ADAPTER_CONFIG else f"tensor {name!r}"
     return SourceIncompatible(
-        f"{ref} is not the checkpoint that variant {id!r} was made from: tensor {name!r} differs",
+        f"{ref} is not the checkpoint that variant {id!r} was made from: {what} differs",
         hint=f"Give the original: --against {id}=FOLDER",
     )

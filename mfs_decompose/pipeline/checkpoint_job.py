@@ -108,6 +108,8 @@ def plan_checkpoint(family: Family, id: str, options: RestoreOptions) -> Checkpo
                 else "The original of an adapter is a merge in fp32: add --dtype float32, or --as adapter.",
             )
 
+        exact = exact or (whole and not inexact)
+
         def blocks(name: str) -> Iterator[memoryview]:
             return _variant_blocks(family, id, name, dtype, options)
 

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +104,7 @@ def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -
             choices = choose_all(prepared.plan, surveyed)
         with clock.stage("pass 2"):
             pieces = encode_all(job, surveyed, choices)
-        _say_nonfinite(surveyed, sink)
+        _say_nonfinite(surveyed, prepared.merges, sink)
         with clock.stage("write"):
             manifest = finish(
                 workspace,
@@ -159,11 +159,15 @@ def _store_base(
     return records, Sources(TensorReader(stored), readers)
 
 
-def _say_nonfinite(surveyed: Mapping[Key, Surveyed], sink: ProgressSink) -> None:
-    for key, facts in sorted(surveyed.items()):
-        if facts.nonfinite:
-            count = "1 value that is" if facts.nonfinite == 1 else f"{facts.nonfinite} values that are"
-            sink.note(f"{key[1]} of variant {key[0]!r} holds {count} NaN or infinite; stored exactly", "warning")
+def _say_nonfinite(surveyed: Mapping[Key, Surveyed], adapters: Collection[str], sink: ProgressSink) -> None:
+    for (id, name), facts in sorted(surveyed.items()):
+        if not facts.nonfinite:
+            continue
+        count = "1 value" if facts.nonfinite == 1 else f"{facts.nonfinite} values"
+        what = f"that {'is' if facts.nonfinite == 1 else 'are'} NaN or infinite; stored exactly"
+        if id in adapters:
+            what = "beyond the base's dtype, which a checkpoint in it cannot hold; --dtype float32 keeps all of fp32"
+        sink.note(f"{name} of variant {id!r} holds {count} {what}", "warning")
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -37,7 +37,7 @@ class Sums:
         difference, a = self.squares
         if difference == 0.0:
             return 0.0
-        return _finite(math.sqrt(difference / a)) if 0.0 < a < math.inf else None
+        return _finite(math.sqrt(difference) / math.sqrt(a)) if 0.0 < a < math.inf else None
 
     @property
     def cosine(self) -> float | None:

@@ -15,9 +15,9 @@ from mfs_decompose.codec.base import DECODE_ELEMENTS, block_rows
 from mfs_decompose.codec.opened_adapter import OpenedAdapterTensor
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.events import ProgressSink
-from mfs_decompose.pipeline.adapter_files import as_float32, change_config, dump_config, names_of_merge
+from mfs_decompose.pipeline.adapter_files import as_float32, change_config, choose_files, dump_config
 from mfs_decompose.source.adapter import MergedTensor, resolve_adapter
-from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, read_sidecar
+from mfs_decompose.source.checkpoint import CONFIG, Checkpoint, TensorReader, read_sidecar
 from mfs_decompose.source.dtypes import is_float
 from mfs_decompose.source.header import TensorSpec
 
@@ -49,11 +49,10 @@ def write_merge(adapter: Checkpoint, base: Checkpoint, folder: Path, progress: P
         progress.start(f"merge {adapter.id} into its base", sum(spec.nbytes for spec in specs.values()))
         write_shard(folder / _WEIGHTS, entries, chunks(), {}, progress=progress)
         progress.finish()
-    brought = {sidecar.name: (adapter, sidecar) for sidecar in adapter.sidecars}
-    found = {sidecar.name: (base, sidecar) for sidecar in base.sidecars} | brought
-    for name in names_of_merge(found):
-        data = read_sidecar(*found[name])
-        if name == "config.json":
+    bases, brought = ({sidecar.name: (one, sidecar) for sidecar in one.sidecars} for one in (base, adapter))
+    for name, place in choose_files(bases, brought).items():
+        data = read_sidecar(*place)
+        if name == CONFIG:
             data = dump_config(as_float32(change_config(json.loads(data), merge.config_changes)))
         write_file(folder / name, data)
 

@@ -25,7 +25,8 @@ def summarise(
     counts = {
         variant.id: Counter(item.codec for item in plan.items() if item.variant == variant.id) for variant in variants
     }
-    sources = [*variants, *([base] if base is not None else [])]
+    # Of an adapter it is the tensors of its merge that are planned.
+    given = [len(one.tensors) if one.adapter is None else counts[one.id].total() for one in variants]
     return {
         "schema": PLAN_SCHEMA,
         "version": __version__,
@@ -43,7 +44,7 @@ def summarise(
         ],
         "sources": describe_sources(base, variants),
         "coverage": {
-            "tensors": sum(len(source.tensors) for source in sources),
+            "tensors": sum(given) + (0 if base is None else len(base.tensors)),
             "planned": len(plan.items()) + (0 if base is None else len(plan.base_tensors)),
             "groups": plan.groups,
         },

@@ -74,6 +74,8 @@ def _sentence(detail: ErrorDetails) -> str:
             return f"expected a whole number, found {shown(found)}"
         case "greater_than_equal":
             return f"expected at least {context['ge']}, found {shown(found)}"
+        case "less_than_equal":
+            return f"expected at most {context['le']}, found {shown(found)}"
         case "less_than":
             return f"expected less than {context['lt']}, found {shown(found)}"
         case "model_type":

@@ -12,6 +12,7 @@ from mfs_decompose.source.adapter_draft import Change, Draft, Json
 from mfs_decompose.source.adapter_keys import sort_keys
 from mfs_decompose.source.adapter_names import LoadMap, Names
 from mfs_decompose.source.adapter_notes import describe, warn
+from mfs_decompose.source.adapter_tokens import describe_unknown_tokens
 from mfs_decompose.source.adapter_tying import config_changes, find_ends, settle_tying
 from mfs_decompose.source.align import GroupKind
 from mfs_decompose.source.checkpoint import Checkpoint
@@ -82,7 +83,10 @@ def resolve_adapter(adapter: Checkpoint, base: Checkpoint, load_map: LoadMap | N
     changes = config_changes(base, ends, shapes, apart=apart, where=where)
     changed = [name for name, tensor in tensors.items() if tensor.params is not None]
     notes = describe(attached, adapter, base, changed, apart=apart)
-    return Merge(tensors, notes, warn(attached, adapter, base), changes)
+    rows = shapes[ends.embedding][0] if ends is not None else None
+    return Merge(
+        tensors, notes, (*warn(attached, adapter, base), *describe_unknown_tokens(adapter, base, rows)), changes
+    )
 
 
 def _transformers_map(base: Checkpoint) -> LoadMap:

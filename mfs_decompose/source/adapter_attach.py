@@ -15,9 +15,12 @@ from mfs_decompose.source.adapter_names import Location, Names
 from mfs_decompose.source.dtypes import is_float
 from mfs_decompose.source.header import TensorSpec
 from mfs_decompose.source.naming import first_few
+from mfs_decompose.source.quantised import find_quantised
 from mfs_decompose.source.tying import vocabulary_role
 
-RIGHT_BASE = "Give the base that the adapter was trained on with --base."
+_RIGHT_BASE = "Give the base that the adapter was trained on with --base."
+_UNQUANTISED = "The base is quantised, and nothing can be added to codes: give the same model in bf16 or fp16."
+_FLOATS = "Save the adapter again in bf16, fp16 or fp32."
 
 
 @dataclass
@@ -223,12 +226,12 @@ class Attacher:
 
     def _require_floats(self, spec: TensorSpec, start: TensorSpec) -> None:
         if not is_float(spec.dtype):
-            raise self._misfit(spec.name, f"its values are {spec.dtype}, which are no weights")
+            raise self._misfit(spec.name, f"its values are {spec.dtype}, which are no weights", hint=_FLOATS)
         if not is_float(start.dtype):
             raise self._misfit(spec.name, f"it changes {start.name}, which the base has as {start.dtype}")
 
-    def _misfit(self, what: str, why: str, *, vocabulary: bool = False) -> SourceIncompatible:
-        hint = RIGHT_BASE
+    def _misfit(self, what: str, why: str, *, vocabulary: bool = False, hint: str | None = None) -> SourceIncompatible:
+        hint = hint or _base_hint(self.names, [what])
         if vocabulary:
             hint += (
                 " If tokens were added for the training, resize the base's embeddings first (resize_token_embeddings)."
@@ -249,5 +252,11 @@ def require_matches(found: Attacher, total: Sequence[str]) -> None:
     raise SourceIncompatible(
         f"{matched or 'none'} of {len(total)} modules of the adapter in {found.where} are in the base; "
         f"not there: {first_few(sorted(found.strange))}{because}",
-        hint=RIGHT_BASE,
+        hint=_base_hint(found.names, found.strange),
     )
+
+
+def _base_hint(names: Names, parts: Sequence[str]) -> str:
+    """What to do about parts of an adapter that do not go with the base."""
+    coded = {code.rpartition(".")[0] for code in find_quantised(names.base.tensors).codes}
+    return _UNQUANTISED if any(module in part for part in parts for module in coded) else _RIGHT_BASE

@@ -10,11 +10,13 @@ from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.source.adapter_attach import Attacher
 from mfs_decompose.source.adapter_promises import describe_incomplete
 from mfs_decompose.source.checkpoint import Checkpoint, read_sidecar
+from mfs_decompose.source.config_diff import compare_configs
 from mfs_decompose.source.naming import first_few
 
 _QUANTISED_NAME = re.compile(r"(?i)(^|[-_./])(bnb|[48]-?bit|nf4|fp4|int[48]|gptq|awq)([-_./]|$)")
 _QUANTISED_CARD = re.compile(r"load_in_([48])bit\W{1,4}true", re.IGNORECASE)
 _MAX_CARD = 2**20
+_OWN_CONFIG = "adapter: the config.json beside it is not the base's, which is what the merge keeps; they differ in {}"
 
 
 def describe(
@@ -38,12 +40,32 @@ def describe(
         notes.append("adapter: embeddings and head differ from now on, stored apart (tie_word_embeddings false)")
     if attached.keys.copies:
         notes.append(f"adapter: {len(attached.keys.copies)} tensors of its file are copies and not used")
+    differing = _differing_keys(adapter, base)
+    if differing and not _rope(differing):
+        notes.append(_OWN_CONFIG.format(first_few(differing)))
     return tuple(notes)
 
 
 def warn(attached: Attacher, adapter: Checkpoint, base: Checkpoint) -> tuple[str, ...]:
     """What may be wrong with it, without a proof."""
-    return (*describe_incomplete(attached, adapter, base), *_quantised(attached.config.trained_on, adapter))
+    rope = _rope(_differing_keys(adapter, base))
+    return (
+        *describe_incomplete(attached, adapter, base),
+        *_quantised(attached.config.trained_on, adapter),
+        *([_OWN_CONFIG.format(first_few(rope))] if rope else []),
+    )
+
+
+def _differing_keys(adapter: Checkpoint, base: Checkpoint) -> list[str]:
+    """Of the config.json that some trainers write beside an adapter."""
+    if not adapter.config or not base.config:
+        return []
+    return [change.key for change in compare_configs(base.config, adapter.config).changes]
+
+
+def _rope(keys: Sequence[str]) -> list[str]:
+    """Those without which a model trained for longer texts computes something else."""
+    return [key for key in keys if "rope" in key or key.rpartition(".")[2] == "max_position_embeddings"]
 
 
 def _is_another(trained_on: str, base: Checkpoint) -> bool:

@@ -1,4 +1,4 @@
-"""Real artifacts of every codec, and how an attacker changes them: with every digest right again."""
+"""How an attacker changes a real artifact: with every digest right again."""
 
 from __future__ import annotations
 
@@ -11,97 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from adapters import make_adapter
-from checkpoints import EMBEDDING, HEAD, random_checkpoint
-from merged_loras import merged_lora
-
 from mfs_decompose.artifact.canonical import canonical_bytes, digest_of
 from mfs_decompose.artifact.shard import Entry, ShardPlan
 from mfs_decompose.artifact.shard_reader import shard_metadata
-from mfs_decompose.pipeline.decompose import decompose
-from mfs_decompose.pipeline.request import DecomposeRequest
-from mfs_decompose.recipe.load import load_recipe
 
 Json = Any
-
-TIED = '{"model_type": "toy", "tie_word_embeddings": true}\n'
-RULES: dict[str, Mapping[str, object]] = {
-    "banded": {"codec": "lowrank", "factors": "banded"},
-    "int4": {"codec": "lowrank", "factors": "int4"},
-    "int8": {"codec": "lowrank", "factors": "int8"},
-    "bf16": {"codec": "lowrank", "factors": "bf16"},
-    "sparse": {"codec": "sparse", "values": "bf16"},
-    "few": {"codec": "sparse", "values": "int8"},
-    "sign": {"codec": "sign", "scale": "group"},
-    "one": {"codec": "sign", "scale": "tensor"},
-    "ternary": {"codec": "ternary"},
-    "kbit": {"codec": "kbit", "bits": 3},
-    "deadzone": {"codec": "deadzone", "step": 1e-2},
-    "rowsparse": {"codec": "rowsparse", "rows": 5},
-    "sum": {"codec": "lowrank", "factors": "int4", "rank": 2, "residual": {"codec": "kbit", "bits": 2}},
-    "lossless": {"codec": "lossless"},
-    "raw": {"codec": "raw"},
-    "lora": {"codec": "lora-exact"},
-}
-"""For tensors called `RULE.weight`, and stacks called `RULE.experts.weight`."""
-
-RECIPE: Mapping[str, object] = {
-    "objective.budget": "45%",
-    "deltas.rules": [{"match": f"{name}.*", **rule} for name, rule in RULES.items()],
-}
-EXACT: Mapping[str, object] = {**RECIPE, "deltas.keep_exact": True}
-ADAPTERS = ("linear", "tokens", "grown", "dora", "dora_conv1d", "experts", "lora_bias")
-
-
-def make_codecs(root: Path) -> tuple[Path, dict[str, Path]]:
-    """A base and the variants `many`, whose tensors go through every codec, and `plain`, which is next to it."""
-    draw = torch.Generator().manual_seed(3)
-    base: dict[str, torch.Tensor] = {EMBEDDING: torch.randn(37, 24, generator=draw), "norm.weight": torch.ones(24)}
-    for number, name in enumerate(RULES):
-        base[f"{name}.weight"] = torch.randn(40 + number, 67 - number, generator=draw)
-    for name in ("int4", "few", "banded"):
-        base[f"{name}.experts.weight"] = torch.randn(3, 20, 18, generator=draw)
-    base = {name: weight.to(torch.bfloat16) for name, weight in base.items()}
-    base["lossless.float.weight"] = torch.randn(13, 9, generator=draw)
-    base["position"] = torch.tensor(9)
-    many: dict[str, torch.Tensor] = {}
-    for name, weight in base.items():
-        columns = weight.shape[-1] if weight.dim() else 1
-        change = 0.05 * torch.randn(weight.shape, generator=draw)
-        if weight.dim() > 1:
-            left = torch.randn(*weight.shape[:-1], 2, generator=draw)
-            change = change + 0.3 * left @ torch.randn(2, columns, generator=draw)
-        many[name] = (weight.float() + 0.2 * change).to(weight.dtype)
-    base["lora.weight"], many["lora.weight"], _ = merged_lora((160, 130), 2, 2e-3, 5)
-    many[EMBEDDING] = torch.cat([many[EMBEDDING], many[EMBEDDING][:4]])
-    many[HEAD] = many[EMBEDDING].clone()
-    plain = {**base, "norm.weight": base["norm.weight"] * 2}
-    folders = {id: _checkpoint(root / id, own) for id, own in (("many", many), ("plain", plain))}
-    return _checkpoint(root / "base", base), folders
-
-
-def make_artifacts(root: Path) -> dict[str, Path]:
-    """One artifact of all codecs, one with corrections over them, and one of each kind of adapter."""
-    base, variants = make_codecs(root / "sources")
-    _run(root / "lossy", base, variants, RECIPE)
-    _run(root / "exact", base, variants, EXACT)
-    for kind in ADAPTERS:
-        made = make_adapter(root / "adapters" / kind, kind)
-        _run(root / kind, made.base, {"many": made.adapter}, {})
-    return {name: root / name for name in ("lossy", "exact", *ADAPTERS)}
-
-
-def _checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
-    random_checkpoint(folder, tensors, {"format": "pt"})
-    (folder / "config.json").write_text(TIED)
-    return folder
-
-
-def _run(out: Path, base: Path, variants: Mapping[str, Path], recipe: Mapping[str, object]) -> None:
-    places = {id: str(folder) for id, folder in variants.items()}
-    asked = load_recipe(None, dict(recipe))
-    decompose(DecomposeRequest(places, out, asked, base=str(base), threads=1, device="cpu"))
 
 
 @dataclass

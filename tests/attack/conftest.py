@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attack_artifacts import Target, make_artifacts
+from attack_artifacts import Target
+from every_codec import make_artifacts
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable
 
 import pytest
-from attack_artifacts import ADAPTERS, Target
+from attack_artifacts import Target
 from attack_reading import limits, read_tensor
+from every_codec import ADAPTERS
 
 from mfs_decompose.artifact.verify import verify
 
@@ -48,10 +49,10 @@ def test_spoiled_bytes_are_refused_or_found_by_their_digest(artifact: str, attac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("artifact", ["lossy", "exact"])
 def test_many_spoiled_bytes(artifact: str, seed: int, attacked: Attacked) -> None:
-    attack(attacked(artifact), 100, 100 + seed)
+    attack(attacked(artifact), 40, 100 + seed)
 
 
 @pytest.mark.parametrize("artifact", ["lossy", "exact"])

@@ -22,6 +22,7 @@ from mfs_decompose.pipeline.against import compare_with_originals
 from mfs_decompose.pipeline.decompose import decompose
 from mfs_decompose.pipeline.merge_folder import write_merge
 from mfs_decompose.pipeline.prepare import prepare
+from mfs_decompose.plan.summary import summarise
 from mfs_decompose.source.checkpoint import open_checkpoint
 
 _LIMIT = 1e-4
@@ -292,3 +293,50 @@ def test_every_kind_there_is_resolves(tmp_path: Path) -> None:
         except MfsError as error:
             pytest.fail(f"{kind}: {error.message}")
         assert manifest(tmp_path / kind / "art")["coverage"]["tensors"] > 0
+
+
+class TestNumbersBeyondADtype:
+    """Half the exponent range of the base: what fp16 cannot hold is said, and fp32 keeps it."""
+
+    @pytest.fixture
+    def overflowing(self, tmp_path: Path) -> tuple[Path, Path]:
+        base = make_base(tmp_path / "base", "llama", torch.float16)
+        one = make_adapter(tmp_path, "linear", base)
+        tensors = load_file(one.adapter / "adapter_model.safetensors")
+        for name in tensors:
+            if "layers.0.self_attn.q_proj" in name:
+                tensors[name] = tensors[name] * 1000
+        save_file(tensors, one.adapter / "adapter_model.safetensors")
+        return base, one.adapter
+
+    def test_it_is_said_and_nothing_is_infinite(self, overflowing: tuple[Path, Path], tmp_path: Path) -> None:
+        sink = Recording()
+        base, adapter = overflowing
+        run(tmp_path / "art", base, {"tuned": adapter}, sink=sink)
+        (note,) = [text for text, _ in sink.notes if "beyond the base's dtype" in text]
+        assert "--dtype float32" in note and "q_proj" in note
+        _, weights = back(tmp_path / "art", "tuned", tmp_path / "out")
+        assert all(bool(torch.isfinite(weight).all()) for weight in weights.values())
+
+
+def test_a_dry_run_counts_the_tensors_of_the_merge(made: dict[str, Made], tmp_path: Path) -> None:
+    for kind in ("tied_head", "linear"):
+        one = made[kind]
+        request = asked(tmp_path / "art", one.base, {"tuned": one.adapter})
+        prepared = prepare(request)
+        document = summarise(prepared.plan, prepared.estimate, prepared.base, prepared.variants, request.out)
+        assert document["coverage"]["tensors"] == document["coverage"]["planned"]
+
+
+def test_a_float32_restore_is_called_exact(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    assert back(artifacts["linear"], "tuned", tmp_path / "a", dtype="float32")[0].exact
+    assert not back(artifacts["saved"], "tuned", tmp_path / "b", layout="single")[0].exact
+
+
+def test_damage_is_placed_in_the_adapters_shard(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(artifacts["linear"], tmp_path / "art"))
+    (shard,) = record(folder, "tuned")["shards"]
+    data = bytearray((folder / shard).read_bytes())
+    data[-9] ^= 1
+    (folder / shard).write_bytes(data)
+    assert {problem.file for problem in verify(folder, "values").problems} == {shard}

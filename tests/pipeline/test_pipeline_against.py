@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import EMBEDDING, Family, fine_tune
+import torch
+from checkpoints import EMBEDDING, Family, fine_tune, random_checkpoint
 from pipeline_runs import Recording, codec_of, copied, manifest, record, run
 
 from mfs_decompose.artifact.canonical import canonical_bytes, digest_of
@@ -104,3 +106,18 @@ def test_inspect_tensor_by_tensor(art: Path) -> None:
     assert found["model.norm.weight"]["exact"]
     with pytest.raises(UsageError):
         inspect_tensors(art, "nobody")
+
+
+def test_a_slice_that_is_no_numbers_is_no_distance_from_itself(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    stack = torch.randn(5, 32, 24, generator=generator)
+    tuned = stack + 0.01 * torch.randn(5, 32, 24, generator=generator)
+    tuned[2, 3, 4], tuned[2, 5, 6] = torch.nan, torch.inf
+    base = random_checkpoint(tmp_path / "base", {"experts": stack})
+    variant = random_checkpoint(tmp_path / "own", {"experts": tuned})
+    run(tmp_path / "art", base, {"own": variant}, {"objective.rank": 2})
+    (found,) = compare_with_originals(tmp_path / "art", {"own": str(variant)}, base=None, progress=Recording())
+    assert found.ok
+    assert 0 < found.rel_error < 1
+    infinite = replace(found, rel_error=math.inf)
+    assert json.loads(json.dumps(infinite.to_json(), allow_nan=False))["rel_error"] is None

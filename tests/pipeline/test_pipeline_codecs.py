@@ -177,7 +177,7 @@ def test_inspect_tells_sizes(made: dict[str, Path]) -> None:
         ({"deltas.default.codec": "deadzone"}, "needs step"),
         ({"deltas.default.codec": "rowsparse"}, "needs rows"),
         ({"deltas.default.bits": 4}, "bits is an option of kbit"),
-        ({"deltas.default.codec": "kbit", "deltas.default.bits": 9}, "9"),
+        ({"deltas.default.codec": "kbit", "deltas.default.bits": 9}, "expected at most 8, found 9"),
         ({"deltas.default.codec": "sign", "objective.budget": "5%"}, "takes no objective"),
         ({"deltas.default.factors": "banded", "objective.rank": 4}, "no one rank"),
         ({"deltas.default.codec": "sparse", "deltas.default.select": "effect"}, "needs the objective density"),

@@ -117,3 +117,9 @@ def test_several_embeddings_of_which_one_is_changed(tmp_path: Path) -> None:
     assert "may be tied" in refuse(tmp_path, base, embedding_factors(), {}).message
     weights, _ = merge(tmp_path / "apart", base, embedding_factors(), {}, tie_word_embeddings=False)
     assert sorted(weights) == sorted(base)
+
+
+@pytest.mark.parametrize("flag", [[1], {"a": 1}, "yes", None, 2])
+def test_a_flag_that_is_none_is_no_crash(tmp_path: Path, flag: object) -> None:
+    _, found, _ = tied(tmp_path, factors("lm_head", 512, 8, 4), {}, tie_word_embeddings=flag, text_config=[flag])
+    assert found.config_changes["tie_word_embeddings"] is False

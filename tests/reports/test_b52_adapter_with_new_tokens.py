@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,36 @@ def test_an_untied_head_without_the_new_rows(tmp_path: Path) -> None:
 
 def test_rows_that_the_config_does_not_name(tmp_path: Path) -> None:
     assert "no trainable_token_indices" in refuse(tmp_path, toy_base(), tokens(1)).message
+
+
+class TestTokensWithoutEmbeddings:
+    def warnings(self, root: Path, base_tokens: int, own_tokens: int | None, file: str = "tokenizer.json") -> list[str]:
+        write(root, toy_base(), factors(Q, 12, 8, 4), {})
+        for folder, count in (("base", base_tokens), ("adapter", own_tokens)):
+            ids = {f"<{id}>": id for id in range(count or 0)}
+            document = {"model": {"vocab": ids}} if file == "tokenizer.json" else ids
+            if count is not None:
+                (root / folder / file).write_text(json.dumps(document))
+        _, found = merged_weights(root / "adapter", root / "base")
+        return list(found.warnings)
+
+    @pytest.mark.parametrize("file", ["tokenizer.json", "added_tokens.json"])
+    def test_they_are_named(self, tmp_path: Path, file: str) -> None:
+        (warning,) = self.warnings(tmp_path, 512, 515, file)
+        assert "3 tokens beyond the 512 rows of the embeddings: <512>, <513>, <514>;" in warning
+
+    @pytest.mark.parametrize(
+        ("base_tokens", "own_tokens"), [(512, 512), (500, 512), (512, None), (515, 515), (520, 515)], ids=str
+    )
+    def test_nothing_is_said_of_a_padded_vocabulary_or_what_the_base_has_as_well(
+        self, tmp_path: Path, base_tokens: int, own_tokens: int | None
+    ) -> None:
+        assert self.warnings(tmp_path, base_tokens, own_tokens) == []
+
+    def test_rows_that_it_brings_count(self, tmp_path: Path) -> None:
+        saved = {f"base_model.model.{name}": draw(name, 515, 8) for name in (EMBED, "lm_head.weight")}
+        write(tmp_path, toy_base(), factors(Q, 12, 8, 4) | saved, {"modules_to_save": ["embed_tokens", "lm_head"]})
+        ids = {f"<{id}>": id for id in range(515)}
+        (tmp_path / "adapter" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ids}}))
+        _, found = merged_weights(tmp_path / "adapter", tmp_path / "base")
+        assert found.warnings == ()
