@@ -84,9 +84,10 @@ class _Blocks:
 
     def _decode(self, first: int, last: int, offset: int, size: int) -> torch.Tensor:
         count = (last - first) * self._shape[1]
-        codes = _unzigzag(decode_integers(self._fetch(offset, size), np.zeros(count, np.uint8), 1))
-        if codes.size and int(np.abs(codes).max()) > _LARGEST:
+        words = decode_integers(self._fetch(offset, size), np.zeros(count, np.uint8), 1)
+        if words.size and int(words.max()) > 2 * _LARGEST:
             raise ArtifactInvalid("codec 'deadzone': a code is too large")
+        codes = _unzigzag(words)
         return reconstruct(torch.from_numpy(codes).view(last - first, -1), self._step, self._points)
 
 
