@@ -27,7 +27,7 @@ demo: $(STAMP)
 	@$(BIN)/mfs demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -m slow

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
+from mfs_decompose.linalg.differences import difference
+
 
 def mean_rows(rows: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The mean of equal-shaped rows of K variants, summed in fp64 in the order given, rounded to `dtype`.
@@ -34,5 +36,4 @@ def delta_rows(own: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
     In the dtype of the weights the difference of two neighbours would be rounded away.
     """
-    wide = torch.float64 if torch.float64 in (own.dtype, base.dtype) else torch.float32
-    return (own.to(wide) - base.to(wide)).to(torch.float32)
+    return difference(own, base)

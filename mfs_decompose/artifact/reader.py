@@ -117,7 +117,7 @@ class Family:
         trees = self._checked_trees(record)
         if tensor not in trees:
             raise UsageError(
-                f"expected a tensor of variant {variant_id!r}, found {tensor[:120]!r}{_meant(tensor, list(trees))}"
+                f"expected a tensor of variant {variant_id!r}, found {tensor[:120]!r}{meant(tensor, list(trees))}"
             )
         return trees[tensor]
 
@@ -221,7 +221,7 @@ class Family:
         if record is None:
             known = list(self._variants)
             raise UsageError(
-                f"expected a variant of this artifact, found {id[:80]!r}{_meant(id, known)}",
+                f"expected a variant of this artifact, found {id[:80]!r}{meant(id, known)}",
                 hint=f"it has {', '.join(known[:20])}" if known else "it has none",
             )
         return record
@@ -292,6 +292,7 @@ def _as_ref(value: object) -> str | None:
     return value if isinstance(value, str) and value and "\0" not in value else None
 
 
-def _meant(name: str, known: list[str]) -> str:
+def meant(name: str, known: list[str]) -> str:
+    """The name that was probably meant, as the end of a sentence."""
     close = difflib.get_close_matches(name, known, 1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -17,7 +17,7 @@ from typing import Final
 from mfs_decompose.artifact.files import hash_file
 from mfs_decompose.artifact.layout import MANIFEST, RUN
 from mfs_decompose.artifact.manifest import Manifest, load_manifest
-from mfs_decompose.artifact.reader import Family, read_manifest_bytes
+from mfs_decompose.artifact.reader import Family, meant, read_manifest_bytes
 from mfs_decompose.artifact.records import VariantRecord
 from mfs_decompose.artifact.report import Level, Problem, VerifyReport
 from mfs_decompose.artifact.structure import check_structure
@@ -85,7 +85,8 @@ def _choose(manifest: Manifest, wanted: Sequence[str] | None) -> list[str]:
     for id in wanted or ():
         if id not in known:
             raise UsageError(
-                f"expected variants of this artifact, found {id[:80]!r}", hint=f"it has {', '.join(known)}"
+                f"expected variants of this artifact, found {id[:80]!r}{meant(id, known)}",
+                hint=f"it has {', '.join(known)}",
             )
     return known if wanted is None else list(wanted)
 

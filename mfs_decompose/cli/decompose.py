@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mfs_decompose.cli.exactness import ERROR, RESTORED, explain_error, restored
 from mfs_decompose.cli.options import (
     INPUTS,
     OUTPUT,
@@ -251,14 +252,17 @@ def _show_report(output: Output, report: DecomposeReport) -> None:
             format_bytes(v.bytes),
             format_bytes(v.checkpoint_bytes),
             f"{v.rel_error:.3g}",
+            restored(v.exact_tensors, v.tensors, adapter=v.adapter),
         )
         for v in report.variants
     ]
     output.table(
-        ("variant", "footprint", "bytes", "of its checkpoint", "relative error"),
+        ("variant", "footprint", "bytes", "of its checkpoint", ERROR, RESTORED),
         rows,
-        right=("footprint", "bytes", "of its checkpoint", "relative error"),
+        right=("footprint", "bytes", "of its checkpoint", ERROR),
     )
+    if said := explain_error(v.rel_error for v in report.variants):
+        output.say(said)
     if not report.written:
         output.say(f"{report.out} is finished already: nothing was written")
         output.detail(f"mfs verify {report.out} checks its bytes")

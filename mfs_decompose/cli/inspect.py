@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mfs_decompose.cli.exactness import ERROR, RESTORED, restored
 from mfs_decompose.cli.options import (
     OUTPUT,
     ArtifactArgument,
@@ -105,7 +106,7 @@ def _show(ctx: typer.Context, artifact: Path, variant: str | None, top: int) -> 
         document["tensors"] = tensors
     output.document(document)
     output.table(
-        ("variant", "footprint", "bytes", "of its checkpoint", "relative error", "codecs"),
+        ("variant", "footprint", "bytes", "of its checkpoint", ERROR, RESTORED, "codecs"),
         [
             (
                 one["id"],
@@ -113,18 +114,25 @@ def _show(ctx: typer.Context, artifact: Path, variant: str | None, top: int) -> 
                 format_bytes(one["bytes"]),
                 format_bytes(one["checkpoint_bytes"]),
                 f"{one['rel_error']:.3g}",
+                restored(one["exact_tensors"], one["tensors"], adapter="adapter" in one["codecs"]),
                 ", ".join(f"{tree} x {count}" for tree, count in one["codecs"].items()),
             )
             for one in document["variants"]
         ],
-        right=("footprint", "bytes", "of its checkpoint", "relative error"),
+        right=("footprint", "bytes", "of its checkpoint", ERROR),
     )
+    for one in document["variants"]:
+        if one["correction_bytes"]:
+            share = format_fraction(one["correction_bytes"] / one["checkpoint_bytes"])
+            output.line(
+                f"{one['id']}: {share} of its checkpoint only corrects restored bits; what is served leaves it out"
+            )
     show_settings(output, document["variants"], None if variant is None else top)
     if tensors:
         shown = sorted(tensors, key=lambda tensor: (-tensor["bytes"], tensor["tensor"]))[:top]
         output.line()
         output.table(
-            ("tensor", "shape", "kind", "codec", "bytes", "relative error"),
+            ("tensor", "shape", "kind", "codec", "bytes", ERROR),
             [
                 (
                     t["tensor"],
@@ -136,7 +144,7 @@ def _show(ctx: typer.Context, artifact: Path, variant: str | None, top: int) -> 
                 )
                 for t in shown
             ],
-            right=("bytes", "relative error"),
+            right=("bytes", ERROR),
         )
         if len(shown) < len(tensors):
             output.line(f"{len(tensors) - len(shown)} more tensors: --top {len(tensors)}")

@@ -83,5 +83,8 @@ def command(
         for one in done
     ]
     output.table(("id", "folder", "bytes", "tensors", "bit-exact"), rows, right=("bytes", "tensors"))
+    if dtype == "original" and not all(one.exact for one in done):
+        how = "stochastically, always to the same bits" if rounding == "stochastic" else "to nearest"
+        output.say(f"not bit-exact: weights are rounded {how}; --dtype float32 gives them as they are served")
     if dtype == "float32":
         output.say("config.json says float32, so that transformers does not round the weights; all else is untouched")

@@ -11,6 +11,7 @@ import math
 import torch
 
 _BLOCK = 1 << 12
+_DEVICE_CHUNK = 1 << 22  # on a device every chunk is a round trip
 _CHUNK = 1 << 16  # half a MiB in fp64: stays in the cache, and in memory the allocator has at hand
 
 
@@ -18,8 +19,9 @@ def squared_norm(values: torch.Tensor) -> float:
     """`sum(values ** 2)` in fp64 over all elements; 0.0 for an empty tensor."""
     flat = values.reshape(-1)
     partial: list[float] = []
-    for at in range(0, flat.numel(), _CHUNK):
-        chunk = flat[at : at + _CHUNK].to(torch.float64).square()
+    step = _CHUNK if flat.device.type == "cpu" else _DEVICE_CHUNK
+    for at in range(0, flat.numel(), step):
+        chunk = flat[at : at + step].to(torch.float64).square()
         whole = chunk.numel() // _BLOCK * _BLOCK
         if whole:
             partial.extend(chunk[:whole].view(-1, _BLOCK).sum(dim=1).tolist())

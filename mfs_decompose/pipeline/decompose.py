@@ -34,7 +34,7 @@ from mfs_decompose.pipeline.base_stage import (
     store_known_base,
 )
 from mfs_decompose.pipeline.choices import choose_all
-from mfs_decompose.pipeline.device import choose_device, platform_facts
+from mfs_decompose.pipeline.device import choose_device, crowded_out, platform_facts
 from mfs_decompose.pipeline.finished import matches_finished
 from mfs_decompose.pipeline.keep_adapter import require_finite
 from mfs_decompose.pipeline.passes import Job, encode_all, survey_all
@@ -79,8 +79,8 @@ def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -
             f"{request.out} holds a finished artifact that was made from something else",
             hint="Choose another --out, or add --overwrite to replace it.",
         )
-    # One unit at a time on a GPU: it is the unit that is parallel there.
-    threads = thread_count(request) if device == "cpu" else 1
+    # On a GPU units take turns (linalg/device_batches.py): the threads read, subtract, and encode.
+    threads = thread_count(request)
     memory = memory_limit(request.recipe, prepared.plan)
     facts = fingerprint(prepared.plan, prepared.base, prepared.variants, platform, tool)
     clock = _Clock()
@@ -100,6 +100,9 @@ def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -
         job = Job(prepared.plan, workspace, sources, device, threads, memory, sink)
         with clock.stage("pass 1"):
             surveyed = survey_all(job)
+        crowded = crowded_out(device)
+        if crowded:
+            sink.note(crowded, "warning")
         with clock.stage("allocate"):
             choices = choose_all(prepared.plan, surveyed)
         with clock.stage("pass 2"):
@@ -185,7 +188,17 @@ def _report(out: Path, *, written: bool) -> DecomposeReport:
         total_bytes=manifest.total_bytes,
         checkpoint_bytes=sum(variant.checkpoint_bytes for variant in manifest.variants),
         variants=tuple(
-            VariantReport(v.id, v.bytes, v.checkpoint_bytes, v.footprint, v.rel_error, codec_counts(v))
+            VariantReport(
+                id=v.id,
+                bytes=v.bytes,
+                checkpoint_bytes=v.checkpoint_bytes,
+                footprint=v.footprint,
+                rel_error=v.rel_error,
+                codecs=codec_counts(v),
+                tensors=len(v.tensors),
+                exact_tensors=sum(tensor.exact for tensor in v.tensors.values()),
+                adapter=v.adapter is not None,
+            )
             for v in manifest.variants
         ),
     )

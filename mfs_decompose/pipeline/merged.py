@@ -22,6 +22,19 @@ def resolve_adapters(variants: Sequence[Checkpoint], base: Checkpoint) -> dict[s
     return {variant.id: resolve_adapter(variant, base) for variant in variants if variant.adapter is not None}
 
 
+def require_whole(base: Checkpoint | None) -> None:
+    """Refuse an adapter in the place of the base.
+
+    Raises:
+        SourceIncompatible: it is one.
+    """
+    if base is not None and base.adapter is not None:
+        raise SourceIncompatible(
+            f"expected a whole checkpoint as the base, found an adapter: {base.pinned}",
+            hint="Give the model that it was trained on with --base, and the adapter with --variants.",
+        )
+
+
 def require_no_adapter(variants: Sequence[Checkpoint]) -> None:
     """Refuse adapters where no base is given.
 

@@ -11,7 +11,7 @@ from mfs_decompose.artifact.atomic import require_writable
 from mfs_decompose.artifact.layout import MANIFEST, RESERVED_IDS, is_variant_id
 from mfs_decompose.errors import OutputBusy, ResourceShortage, UsageError
 from mfs_decompose.events import ProgressSink
-from mfs_decompose.pipeline.merged import merged_variants, require_no_adapter, resolve_adapters, say_kept
+from mfs_decompose.pipeline.merged import merged_variants, require_no_adapter, require_whole, resolve_adapters, say_kept
 from mfs_decompose.pipeline.planned import PlannedRequest
 from mfs_decompose.pipeline.request import DecomposeRequest
 from mfs_decompose.plan.build import build_plan
@@ -71,6 +71,7 @@ def prepare(request: DecomposeRequest, progress: ProgressSink | None = None, *, 
     open_one = partial(open_source, offline=request.offline, progress=progress, headers_only=headers_only)
     base = None if request.base is None else open_one(request.base, "base")
     variants = tuple(open_one(request.variants[id], id) for id in sorted(request.variants))
+    require_whole(base)
     saved = request.saved if isinstance(request, PlannedRequest) else None
     if saved is not None:
         check_sources(saved, base, variants)

@@ -11,7 +11,7 @@ import torch
 from mfs_decompose.base_extraction import delta_rows
 from mfs_decompose.codec.base import Rows, block_rows
 from mfs_decompose.plan.model import Item
-from mfs_decompose.plan.units import BLOCK_ELEMENTS
+from mfs_decompose.plan.units import ROW_BLOCK_ELEMENTS
 from mfs_decompose.source.checkpoint import TensorReader
 
 Advance = Callable[[int], None]
@@ -46,7 +46,7 @@ class Sources:
         own, base = self.own(item), self.of_base(item)
         assert base is not None and item.matrix is not None
         scale, columns = item.matrix[0] // item.common.rows, item.matrix[1]
-        step = block_rows(item.common, BLOCK_ELEMENTS)
+        step = block_rows(item.common, ROW_BLOCK_ELEMENTS)
         for start in range(0, item.common_rows, step):
             stop = min(start + step, item.common_rows)
             yield start * scale, delta_rows(own(start, stop), base(start, stop)).reshape(-1, columns)

@@ -39,6 +39,9 @@ class VariantReport:
     footprint: float
     rel_error: float
     codecs: Mapping[str, int]
+    tensors: int
+    exact_tensors: int
+    adapter: bool
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from mfs_decompose.pipeline.scheduler import Stop
 from mfs_decompose.pipeline.stack import StackSurveyor
 from mfs_decompose.pipeline.surveyed import Surveyed, fit_bytes, slice_runs
 from mfs_decompose.plan.model import Item, Unit
-from mfs_decompose.plan.units import BLOCK_ELEMENTS
+from mfs_decompose.plan.units import ROW_BLOCK_ELEMENTS
 from mfs_decompose.source.dtypes import is_float, torch_dtype
 
 __all__ = ["Surveyed", "Surveyor"]
@@ -125,7 +125,7 @@ class Surveyor:
         digest = hashlib.sha256()
         identical, finite, nonfinite = item.comparable_bits, True, 0
         norms: list[float] = []
-        for start, end in row_blocks(item, BLOCK_ELEMENTS if item.fitted else DECODE_ELEMENTS):
+        for start, end in row_blocks(item, ROW_BLOCK_ELEMENTS if item.fitted else DECODE_ELEMENTS):
             stop.check()
             own = own_rows(start, end)
             digest.update(tensor_bytes(own))

@@ -9,7 +9,7 @@ from typing import Any
 
 from mfs_decompose import __version__
 from mfs_decompose.plan.estimate import Estimate
-from mfs_decompose.plan.model import Plan
+from mfs_decompose.plan.model import Item, Plan
 from mfs_decompose.plan.saved import PLAN_SCHEMA, describe_sources
 from mfs_decompose.provenance import free_disk
 from mfs_decompose.source.checkpoint import Checkpoint
@@ -23,7 +23,8 @@ def summarise(
     `sources` has the size and header digest of every file of weights: plan/saved.py binds a plan to them.
     """
     counts = {
-        variant.id: Counter(item.codec for item in plan.items() if item.variant == variant.id) for variant in variants
+        variant.id: Counter(_planned(item) for item in plan.items() if item.variant == variant.id)
+        for variant in variants
     }
     # Of an adapter it is the tensors of its merge that are planned.
     given = [len(one.tensors) if one.adapter is None else counts[one.id].total() for one in variants]
@@ -54,3 +55,9 @@ def summarise(
         "disk_bytes": estimate.disk_bytes,
         "disk_free": free_disk(out),
     }
+
+
+def _planned(item: Item) -> str:
+    """The codec with what lies above it, as the text of a codec tree is spelled."""
+    codec = item.codec if item.residual is None else f"sum({item.codec}+{item.residual[0]})"
+    return f"corrected({codec})" if item.keep_exact else codec

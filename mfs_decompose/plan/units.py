@@ -11,7 +11,10 @@ from mfs_decompose.linalg.shapes import sketch_width, uses_gram
 from mfs_decompose.plan.model import Item, Unit, UnitKind
 
 BLOCK_ELEMENTS = 1 << 24
-"""Elements of a row block, and of a batch: 64 MiB in fp32."""
+"""Elements of a batch, and of the largest matrix that is not read in row blocks: 64 MiB in fp32."""
+ROW_BLOCK_ELEMENTS = 1 << 22
+"""Elements of a row block: small enough for memory that is kept (pipeline/allocator.py), else clearing pages costs more
+than reading and subtracting."""
 
 _BATCH_MATRICES = 256
 _KINDS: tuple[UnitKind, ...] = ("batch", "blocks", "exact", "stack")

@@ -256,7 +256,10 @@ class Recipe(_Model):
             kind = "budget"
             self._settle(objective=Objective(budget=DEFAULT_BUDGET))
         if not users:
-            raise conflict(f"the codec {self.deltas.default.codec} takes no objective, found {kind}", "objective", kind)
+            codec = self.deltas.default.codec
+            raise conflict(
+                f"the codec {codec} takes no objective, found {kind}: its size follows by itself", "objective", kind
+            )
         wanted = {"rank": "lowrank", "density": "sparse"}.get(kind)
         for rule, path in users:
             if wanted is not None and rule.codec != wanted:

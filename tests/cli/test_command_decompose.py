@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import Family
 from e2e_program import Ran, refused, run, succeeded, tree
+from safetensors.torch import save_file
 
 from mfs_decompose.recipe.presets import preset_names
 
@@ -191,3 +194,27 @@ def test_help_says_what_the_options_take() -> None:
     assert "mfs decompose --base ./base --variants math=./math code=./code --out art" in ran.out
     message, _ = refused(2, "decompose", "--base", "b", "--variants", "v")
     assert message.startswith("missing option '--out'")
+
+
+def test_the_table_says_what_comes_back_exactly(family: Family, tmp_path: Path) -> None:
+    words = ["decompose", "--base", family.base, "--variants", f"math={family.variants['math']}", "--rank", "2"]
+    lossy = succeeded(*words, "--out", tmp_path / "lossy")
+    assert re.search(r"math .* 5 of 20 exact", lossy.out)
+    assert "mfs eval measures that" in lossy.err
+    kept = succeeded(*words, "--keep-exact", "--out", tmp_path / "kept")
+    assert re.search(r"math .* 0\.\d+ +exact", kept.out)
+    shown = succeeded("inspect", tmp_path / "kept")
+    assert re.search(r"math: [\d.]+ % of its checkpoint only corrects restored bits", shown.out)
+    exact = succeeded(*words[:-2], "--codec", "lossless", "--out", tmp_path / "exact")
+    assert re.search(r"math .* 0 +exact", exact.out)
+    assert "note:" not in exact.err
+
+
+def test_an_adapter_is_no_base(family: Family, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    save_file({"base_model.model.x.lora_A.weight": torch.ones(2, 3)}, adapter / "adapter_model.safetensors")
+    ran = run("decompose", "--base", adapter, "--variants", family.variants["math"], "--out", tmp_path / "art")
+    assert ran.code == 12
+    assert "expected a whole checkpoint as the base, found an adapter" in ran.err

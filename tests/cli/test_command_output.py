@@ -187,7 +187,7 @@ def test_plain_progress_is_a_line_a_stage(family: Family, tmp_path: Path) -> Non
 def test_no_progress_leaves_warnings_and_talk(family: Family, tmp_path: Path) -> None:
     ran = succeeded(*decompose_words(family, tmp_path / "art"), "--progress", "none")
     assert ran.talk[0] == f"Warning: {WARNING}"
-    assert [line.split()[0] for line in ran.talk[1:]] == ["wrote", "next:"]
+    assert [line.split()[0] for line in ran.talk[1:]] == ["note:", "wrote", "next:"]
     quiet = succeeded(*decompose_words(family, tmp_path / "art2"), "-q")
     assert quiet.talk == [f"Warning: {WARNING}"]
 

@@ -103,8 +103,9 @@ def test_matrices_large_enough_for_threads_to_matter(tmp_path: Path) -> None:
 @pytest.fixture
 def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row blocks of 2,000 elements: every matrix but k_proj and v_proj is larger than one."""
-    for module in (units, reading, survey):
-        monkeypatch.setattr(module, "BLOCK_ELEMENTS", 2000)
+    monkeypatch.setattr(units, "BLOCK_ELEMENTS", 2000)
+    for module in (reading, survey):
+        monkeypatch.setattr(module, "ROW_BLOCK_ELEMENTS", 2000)
     for module in (units, encode, survey, base_stage):
         monkeypatch.setattr(module, "DECODE_ELEMENTS", 700)
 

@@ -32,7 +32,7 @@ def tensors() -> Tensors:
 def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, Path]]:
     """With the large one in blocks of five rows, and at most five matrices in a batch."""
     monkeypatch.setattr(units, "BLOCK_ELEMENTS", 5 * SIZE)
-    monkeypatch.setattr(reading, "BLOCK_ELEMENTS", 5 * LARGE[1])
+    monkeypatch.setattr(reading, "ROW_BLOCK_ELEMENTS", 5 * LARGE[1])
     base = tensors()
     return toy(tmp_path / "base", base), {id: toy(tmp_path / id, moved(base, seed)) for seed, id in enumerate("ab", 1)}
 

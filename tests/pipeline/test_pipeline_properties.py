@@ -113,8 +113,9 @@ def test_any_family_under_any_budget(
     sources = {"one": one, "two": longer(moved(base, 2), first, rows)}
     recipe = {**codec, "objective.budget": f"{percent}%", "output.shard_size": shard_size}
     with folder() as root, pytest.MonkeyPatch.context() as patch:
-        for module in (units, reading, survey):
-            patch.setattr(module, "BLOCK_ELEMENTS", block)
+        patch.setattr(units, "BLOCK_ELEMENTS", block)
+        for module in (reading, survey):
+            patch.setattr(module, "ROW_BLOCK_ELEMENTS", block)
         variants = {id: toy(root / id, tensors) for id, tensors in sources.items()}
         out, known = root / "art", toy(root / "base", base)
         try:

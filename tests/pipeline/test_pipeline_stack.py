@@ -252,7 +252,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "BLOCK_ELEMENTS", 2 * 30 * 44)
     for module in (units, encode, survey, stack):
         monkeypatch.setattr(module, "DECODE_ELEMENTS", 700)
-    monkeypatch.setattr(reading, "BLOCK_ELEMENTS", 500)
+    monkeypatch.setattr(reading, "ROW_BLOCK_ELEMENTS", 500)
 
 
 @pytest.mark.usefixtures("small_groups")
