@@ -76,6 +76,8 @@ def rows() -> dict[str, Row]:
         table[f"low rank int{bits} r {rank}, plain rounding"] = partial(_plain_low_rank, rank=rank, bits=bits)
     for percent in (1, 2, 5):
         table[f"sparse {percent} % by magnitude"] = partial(_sparse, density=percent / 100)
+    for percent in (1, 2, 5):
+        table[f"sparse {percent} % by magnitude, ties dropped"] = partial(_above, density=percent / 100)
     for scale in ("tensor", "row"):
         table[f"sign, scale a {scale}"] = partial(_direct, codec=Sign(), params={"scale": scale})
     for bits in (2, 3, 4, 8):
@@ -165,6 +167,16 @@ def _sparse(pair: Pair, density: float) -> Iterator[Decoded]:
         parts, data = head_parts(fit.arrays, codec.array_names(params), steps)
         node = CodecNode("sparse", params={**params, "steps": steps}, parts=parts)
         yield Decoded(name, len(data), codec.open(node, _fetcher(data), _shape(tensor)).rows(0, tensor.shape[0]))
+
+
+def _above(pair: Pair, density: float) -> Iterator[Decoded]:
+    """Entries above the magnitude of the last one wanted: all its ties go with it, and bf16 deltas are full of ties."""
+    for name, tensor in pair.base.items():
+        delta = pair.delta(name)
+        wanted = max(1, round(density * tensor.numel()))
+        edge = delta.abs().reshape(-1).kthvalue(tensor.numel() - wanted + 1).values
+        kept = torch.where(delta.abs() > edge, delta, 0.0)
+        yield Decoded(name, 4 * int(kept.count_nonzero()), kept.to(torch.bfloat16).to(torch.float64))
 
 
 def _direct(pair: Pair, codec: DirectCodec, params: Params) -> Iterator[Decoded]:
