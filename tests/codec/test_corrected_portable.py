@@ -7,10 +7,6 @@ matrix library. A predictor planted in fp32 must be caught.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ import portable_corrected
 import pytest
 import torch
 from codec_entries import bits, generator, rows_of
+from other_machines import ENVIRONMENTS, decode_elsewhere
 from portable_corrected import Entry, delta_rows
 
 from mfs_decompose.codec.corrected import encode_corrected, with_child
@@ -28,11 +25,6 @@ from mfs_decompose.linalg.margins import Merge
 from mfs_decompose.source.dtypes import torch_dtype
 from mfs_decompose.source.header import TensorSpec
 
-_ENVIRONMENTS = {
-    "one thread": {},
-    "plain vector instructions": {"ATEN_CPU_CAPABILITY": "default"},
-    "compatible matrix kernels": {"MKL_CBWR": "COMPATIBLE"},
-}
 _SHAPE = (300, 203)
 _RANK = 64
 _CASES: list[tuple[str, Merge]] = [("BF16", "once"), ("BF16", "twice"), ("F16", "once"), ("F32", "once")]
@@ -83,22 +75,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]
 @pytest.fixture(scope="module")
 def elsewhere(here: tuple[Path, dict[str, str]]) -> dict[str, dict[str, Any]]:
     """What it decodes to in each of the other environments; their processes run side by side."""
-    script = Path(portable_corrected.__file__)
-    clean = {key: value for key, value in os.environ.items() if key not in ("ATEN_CPU_CAPABILITY", "MKL_CBWR")}
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, str(script), str(here[0])],
-            env={**clean, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **changes},
-            stdout=subprocess.PIPE,
-        )
-        for name, changes in _ENVIRONMENTS.items()
-    }
-    found = {}
-    for name, process in running.items():
-        output, _ = process.communicate()
-        assert process.returncode == 0
-        found[name] = json.loads(output)
-    return found
+    return decode_elsewhere(Path(portable_corrected.__file__), here[0])
 
 
 def test_everything_decodes_here(here: tuple[Path, dict[str, str]]) -> None:
@@ -113,7 +90,7 @@ def test_the_environments_are_what_they_say(elsewhere: dict[str, dict[str, Any]]
     assert elsewhere["plain vector instructions"]["capability"] == "DEFAULT"
 
 
-@pytest.mark.parametrize("environment", _ENVIRONMENTS)
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_corrections_decode_to_the_original(
     here: tuple[Path, dict[str, str]], elsewhere: dict[str, dict[str, Any]], environment: str
 ) -> None:

@@ -6,10 +6,6 @@ other vector instructions in torch and with other kernels in the matrix library.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ import pytest
 import torch
 from codec_entries import LOSSY_FORMATS, Stored, bits, fit_one, generator, store_fit
 from direct_entries import CASES, store_direct
+from other_machines import ENVIRONMENTS, decode_elsewhere
 
 from mfs_decompose.codec.banded import Banded
 from mfs_decompose.codec.base import matrix_shape
@@ -28,11 +25,6 @@ from mfs_decompose.linalg.svd import truncated_svd
 from mfs_decompose.source.dtypes import torch_dtype
 from mfs_decompose.source.header import TensorSpec
 
-_ENVIRONMENTS = {
-    "one thread": {},
-    "plain vector instructions": {"ATEN_CPU_CAPABILITY": "default"},
-    "compatible matrix kernels": {"MKL_CBWR": "COMPATIBLE"},
-}
 _MATRIX = (300, 203)
 _TENSORS: list[tuple[str, tuple[int, ...]]] = [("BF16", (300, 203)), ("F16", (3, 100, 203))]
 _STEPS = {"lowrank": 64, "sparse": 9}
@@ -97,22 +89,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 @pytest.fixture(scope="module")
 def elsewhere(here: tuple[Path, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What it decodes to in each of the other environments; their processes run side by side."""
-    script = Path(portable_decode.__file__)
-    clean = {key: value for key, value in os.environ.items() if key not in ("ATEN_CPU_CAPABILITY", "MKL_CBWR")}
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, str(script), str(here[0])],
-            env={**clean, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **changes},
-            stdout=subprocess.PIPE,
-        )
-        for name, changes in _ENVIRONMENTS.items()
-    }
-    found = {}
-    for name, process in running.items():
-        output, _ = process.communicate()
-        assert process.returncode == 0
-        found[name] = json.loads(output)
-    return found
+    return decode_elsewhere(Path(portable_decode.__file__), here[0])
 
 
 def test_what_was_saved_is_what_is_loaded(here: tuple[Path, dict[str, Any]]) -> None:
@@ -125,7 +102,7 @@ def test_the_environments_are_what_they_say(elsewhere: dict[str, dict[str, Any]]
     assert elsewhere["plain vector instructions"]["capability"] == "DEFAULT"
 
 
-@pytest.mark.parametrize("environment", _ENVIRONMENTS)
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_decoding_gives_the_same_bytes(
     here: tuple[Path, dict[str, Any]], elsewhere: dict[str, dict[str, Any]], environment: str
 ) -> None:
