@@ -1,0 +1,1 @@
+"""The runtime: one resident base, every variant, in one batch, exact."""

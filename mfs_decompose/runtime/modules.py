@@ -1,0 +1,292 @@
+"""Modules of a transformers model that serve every variant: the base's product once, plus each group's delta.
+
+Each holds the module it stands for, unchanged, and the deltas by variant slot; which row belongs to whom is read from
+the plan of the step. Names of shapes: T rows of the step, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mfs_decompose.errors import UsageError
+from mfs_decompose.runtime.batch_plan import BASE, BatchPlan, Group, PlanSlot
+from mfs_decompose.runtime.changes import Change, Delta
+from mfs_decompose.runtime.ops.dispatch import Ops
+from mfs_decompose.runtime.resident_forms import Rows
+
+
+class FamilyLinear(nn.Module):
+    """nn.Linear, or transformers' Conv1D, of which each variant has its own weight and bias."""
+
+    def __init__(
+        self,
+        original: nn.Module,
+        slot: PlanSlot,
+        ops: Ops,
+        *,
+        stored_in_out: bool = False,
+        head: bool = False,
+        outputs: int = 0,
+    ) -> None:
+        """
+        Args:
+            stored_in_out: the weight is [I, O].
+            head: its rows are those whose logits are asked for, its outputs the tokens.
+            outputs: of a head, the tokens of the largest vocabulary, where that is not the base's.
+        """
+        super().__init__()
+        self.original = original
+        self._slot, self._ops = slot, ops
+        self._deltas: dict[int, Delta] = {}
+        self._biases: dict[int, torch.Tensor] = {}
+        self._served: set[int] = set()
+        self._in_out, self._head = stored_in_out, head
+        assert isinstance(original.weight, torch.Tensor)
+        bias = original.bias
+        assert bias is None or isinstance(bias, torch.Tensor)
+        self._bias = (bias,)  # in a tuple: as an attribute it would be a parameter of this module too
+        own = original.weight.shape[1 if stored_in_out else 0]
+        self._outputs = max(own, outputs) if head else own
+
+    def attach(self, variant: int, change: Change) -> None:
+        if change.matrix is not None:
+            self._deltas[variant] = change.matrix
+        if change.bias is not None:
+            self._biases[variant] = change.bias
+        self._served = self._deltas.keys() | self._biases.keys()
+
+    def detach(self, variant: int) -> None:
+        self._deltas.pop(variant, None)
+        self._biases.pop(variant, None)
+        self._served = self._deltas.keys() | self._biases.keys()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's weight, which code of the model may ask for."""
+        weight = self.original.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self._bias[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.original(x)
+        plan = self._slot.logits_plan if self._head else self._slot.plan
+        if self._outputs > y.shape[-1]:
+            y = functional.pad(y, (0, self._outputs - y.shape[-1]))
+        changed = [group for group in plan.over(x.numel() // x.shape[-1]) if group.variant in self._served]
+        if not changed:
+            return y
+        if y.requires_grad:
+            raise UsageError(
+                "expected the runtime to answer without gradients, found them switched on",
+                hint="call the model inside `with torch.inference_mode():`",
+            )
+        self._add(changed, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]))
+        return y
+
+    def _add(self, groups: list[Group], x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
+        for variant, start, stop in groups:
+            rows = y_TO[start:stop]
+            whole = rows if rows.dtype == torch.float32 else rows.to(torch.float32)
+            delta = self._deltas.get(variant)
+            if delta is not None:
+                x = x_TI[start:stop]
+                x = x if x.dtype == torch.float32 else x.to(torch.float32)
+                add_delta(self._ops, delta, x, whole, self._in_out, *self._bias)
+            bias = self._biases.get(variant)
+            if bias is not None:
+                whole[:, : bias.numel()] += bias
+            if whole is not rows:
+                rows.copy_(whole)
+
+
+def add_delta(
+    ops: Ops, delta: Delta, x_TI: torch.Tensor, y_TO: torch.Tensor, in_out: bool, bias: torch.Tensor | None
+) -> None:
+    """Add a delta to `y`, fp32, in place; `bias` is what own rows, which replace theirs, need again."""
+    for placed in delta.placed:
+        form, start, stop = placed.form, placed.start, placed.stop
+        if in_out != delta.transposed:
+            ops.add_transposed(form, x_TI[:, start:stop], y_TO)
+            continue
+        target = y_TO if stop - start == y_TO.shape[1] else y_TO[:, start:stop]
+        ops.add(form, x_TI, target)
+        if isinstance(form, Rows) and form.own and bias is not None:
+            own = bias[start:stop].to(torch.float32)
+            if form.index is None:
+                target += own
+            else:
+                index = form.index.to(torch.int64)
+                target[:, index] += own[index]
+
+
+class FamilyEmbedding(nn.Module):
+    """nn.Embedding, or a class of it that scales its rows, with changed and new rows of each variant."""
+
+    def __init__(self, original: nn.Embedding, slot: PlanSlot, ops: Ops) -> None:
+        super().__init__()
+        self.original = original
+        self._slot, self._ops = slot, ops
+        self._deltas: dict[int, Delta] = {}
+        self._plain = type(original).forward is nn.Embedding.forward
+        self._shell = shallow_copy(original)  # the class's own arithmetic, over rows that were looked up
+        self._shell.padding_idx = None
+
+    def attach(self, variant: int, change: Change) -> None:
+        if change.matrix is not None:
+            self._deltas[variant] = change.matrix
+
+    def detach(self, variant: int) -> None:
+        self._deltas.pop(variant, None)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's rows, which code of the model may ask for."""
+        return self.original.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Raises UsageError for a token that the row's own variant does not have, where ids lie on a CPU."""
+        known = self.original.weight.shape[0]
+        flat = ids.reshape(-1)
+        groups = self._slot.plan.over(flat.numel())
+        if ids.device.type == "cpu":
+            self._check(flat, groups)
+        if not any(group.variant in self._deltas for group in groups):
+            found: torch.Tensor = self.original(ids)
+            return found
+        values = functional.embedding(flat.clamp(max=known - 1), self.original.weight)
+        for variant, start, stop in groups:
+            delta = self._deltas.get(variant)
+            if delta is None:
+                continue
+            rows = values[start:stop]
+            whole = rows if rows.dtype == torch.float32 else rows.to(torch.float32)
+            _look_up(self._ops, delta, flat[start:stop], whole)
+            if whole is not rows:
+                rows.copy_(whole)
+        if self._plain:
+            return values.view(*ids.shape, -1)
+        self._shell._parameters["weight"] = values
+        try:
+            scaled: torch.Tensor = self._shell(torch.arange(flat.numel(), device=ids.device).view(ids.shape))
+        finally:
+            self._shell._parameters["weight"] = None
+        return scaled
+
+    def _check(self, flat: torch.Tensor, groups: tuple[Group, ...]) -> None:
+        for variant, start, stop in groups:
+            delta = self._deltas.get(variant)
+            limit = self.original.weight.shape[0] if delta is None else delta.rows
+            peak = int(flat[start:stop].max())
+            if peak >= limit:
+                whose = "the base" if variant == BASE else f"variant slot {variant}"
+                raise UsageError(f"expected token ids below {limit} for {whose}, found {peak}")
+
+
+def _look_up(ops: Ops, delta: Delta, ids: torch.Tensor, values: torch.Tensor) -> None:
+    assert not delta.transposed, "an embedding has a row for each token"
+    for one in delta.placed:
+        inside = (ids >= one.start) & (ids < one.stop)
+        if one.start == 0 and one.stop >= delta.rows:
+            ops.look_up(one.form, ids, one.stop, values)
+            continue
+        at = inside.nonzero().flatten()
+        if at.numel():
+            part = values[at]
+            ops.look_up(one.form, ids[at] - one.start, one.stop - one.start, part)
+            values[at] = part
+
+
+class FamilyRows(nn.Module):
+    """Norms, routers, or anything else that treats its rows one by one, with parameters of each variant's own.
+
+    The module's own code runs once for each group, over parameters as they are served. Which axis of its inputs and
+    outputs runs along the rows was seen in a trial run.
+    """
+
+    def __init__(self, original: nn.Module, slot: PlanSlot, axes: RowAxes) -> None:
+        super().__init__()
+        self.original = original
+        self._slot, self._axes = slot, axes
+        self._copies: dict[int, nn.Module] = {}  # not children: they share the original's
+
+    def attach(self, variant: int, change: Change) -> None:
+        self._copies[variant] = shallow_copy(self.original, change.whole)
+
+    def detach(self, variant: int) -> None:
+        self._copies.pop(variant, None)
+
+    @property
+    def weight(self) -> Any:
+        """The base's weight, which code of the model may ask for."""
+        return self.original.weight
+
+    def forward(self, *inputs: Any) -> Any:
+        plan = self._slot.plan
+        if plan.uniform:
+            return self._of(plan.variants[0] if plan.variants else BASE)(*inputs)
+        if not any(variant in self._copies for variant in plan.variants):
+            return self.original(*inputs)
+        return run_groups(plan, inputs, self._axes, self._of)
+
+    def _of(self, variant: int) -> nn.Module:
+        found: nn.Module = self._copies.get(variant, self.original)
+        return found
+
+
+@dataclass(frozen=True)
+class RowAxes:
+    """Along which axis rows run in each tensor that a module takes, and in each that it gives; None for no tensor."""
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+
+def run_groups(plan: BatchPlan, inputs: tuple[Any, ...], axes: RowAxes, choose: Callable[[int], Any]) -> Any:
+    """Run `choose(variant)` on the rows of each group, and put what comes back together again."""
+    assert len(inputs) == len(axes.inputs), f"{len(inputs)} inputs of a module that was seen with {len(axes.inputs)}"
+    results = [choose(group.variant)(*_cut(inputs, axes, plan, group)) for group in plan.groups]
+    if isinstance(results[0], torch.Tensor):
+        axis = axes.outputs[0]
+        assert axis is not None
+        return torch.cat(results, dim=axis)
+    return tuple(
+        torch.cat(parts, dim=axis) if axis is not None else parts[0]
+        for parts, axis in zip(zip(*results, strict=True), axes.outputs, strict=True)
+    )
+
+
+def _cut(inputs: tuple[Any, ...], axes: RowAxes, plan: BatchPlan, group: Group) -> list[Any]:
+    cut = []
+    for value, axis in zip(inputs, axes.inputs, strict=True):
+        if axis is None:
+            cut.append(value)
+            continue
+        assert value.shape[axis] == plan.rows, f"{value.shape[axis]} rows under a plan for {plan.rows}"
+        cut.append(value.narrow(axis, group.start, group.stop - group.start))
+    return cut
+
+
+def shallow_copy(module: nn.Module, parameters: Mapping[str, Any] | None = None) -> Any:
+    """A module of the same class and settings whose own parameters can be other tensors; submodules are shared."""
+    twin = copy.copy(module)
+    twin._parameters = dict(module._parameters)
+    twin._buffers = dict(module._buffers)
+    twin.__dict__.pop("forward", None)  # hooks leave one behind that is bound to the original
+    for name, value in (parameters or {}).items():
+        if name in twin._buffers:
+            twin._buffers[name] = value
+        else:
+            twin._parameters.pop(name, None)
+            twin.__dict__[name] = value
+    return twin

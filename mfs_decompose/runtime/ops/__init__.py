@@ -1,0 +1,1 @@
+"""Sums over rows of `W* + delta`, by device."""
