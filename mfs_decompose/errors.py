@@ -9,6 +9,7 @@
     ├── OutputBusy             14   the output exists, is an input, or is locked
     ├── ResumeRefused          15   an unfinished run was made from something else
     ├── ArtifactInvalid        20   an artifact is damaged or not one we can read
+    ├── GateFailed             21   a drift that was asked for is not kept
     ├── DifferencesFound       23   two things that were compared differ
     ├── NetworkFailure         30   the Hub cannot be reached, or does not serve what it lists
     └── Interrupted           130   stopped by the user; the same command resumes
@@ -78,6 +79,11 @@ class ResumeRefused(MfsError):
 class ArtifactInvalid(MfsError):
     exit_code = 20
     code = "artifact-invalid"
+
+
+class GateFailed(MfsError):
+    exit_code = 21
+    code = "gate-failed"
 
 
 class DifferencesFound(MfsError):

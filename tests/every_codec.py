@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from adapters import make_adapter
-from checkpoints import EMBEDDING, HEAD, random_checkpoint
+from checkpoints import EMBEDDING, HEAD, random_checkpoint, read_weights
 from merged_loras import merged_lora
 
 from mfs_decompose.pipeline.decompose import decompose
@@ -40,6 +40,7 @@ RECIPE: Mapping[str, object] = {
     "deltas.rules": [{"match": f"{name}.*", **rule} for name, rule in RULES.items()],
 }
 EXACT: Mapping[str, object] = {**RECIPE, "deltas.keep_exact": True}
+SHARED: Mapping[str, object] = {"base.mode": "shared", "objective.budget": "5%", "deltas.default.factors": "banded"}
 ADAPTERS = ("linear", "tokens", "grown", "dora", "dora_conv1d", "experts", "lora_bias")
 
 
@@ -71,15 +72,34 @@ def make_codecs(root: Path) -> tuple[Path, dict[str, Path]]:
     return _checkpoint(root / "base", base), folders
 
 
+def make_learnt(root: Path) -> dict[str, Path]:
+    """Two variants of the base that learnt the same first, and then each a little of its own."""
+    draw = torch.Generator().manual_seed(3)
+    base = read_weights(root.parent / "sources" / "base")
+
+    def change(weight: torch.Tensor, size: float) -> torch.Tensor:
+        if weight.dim() != 2:
+            return weight
+        left = torch.randn(weight.shape[0], 3, generator=draw)
+        return (weight.float() + size * left @ torch.randn(3, weight.shape[1], generator=draw)).to(weight.dtype)
+
+    common = {name: change(weight, 0.1) for name, weight in base.items()}
+    return {
+        id: _checkpoint(root / id, {name: change(weight, 0.02) for name, weight in common.items()})
+        for id in ("one", "two")
+    }
+
+
 def make_artifacts(root: Path, threads: int = 1) -> dict[str, Path]:
-    """One artifact of all codecs, one with corrections over them, and one of each kind of adapter."""
+    """One artifact of all codecs, one with corrections over them, one with a shared delta, one of each adapter."""
     base, variants = make_codecs(root / "sources")
     _run(root / "lossy", base, variants, RECIPE, threads)
     _run(root / "exact", base, variants, EXACT, threads)
+    _run(root / "shared", base, make_learnt(root / "learnt"), SHARED, threads)
     for kind in ADAPTERS:
         made = make_adapter(root / "adapters" / kind, kind)
         _run(root / kind, made.base, {"many": made.adapter}, {}, threads)
-    return {name: root / name for name in ("lossy", "exact", *ADAPTERS)}
+    return {name: root / name for name in ("lossy", "exact", "shared", *ADAPTERS)}
 
 
 def _checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Path:

@@ -14,8 +14,8 @@ def every_error() -> list[type[MfsError]]:
 
 EXIT_CODES = {
     "MfsError": 1, "UsageError": 2, "RecipeError": 10, "SourceNotFound": 11, "SourceIncompatible": 12,
-    "ResourceShortage": 13, "OutputBusy": 14, "ResumeRefused": 15, "ArtifactInvalid": 20, "DifferencesFound": 23,
-    "NetworkFailure": 30, "Interrupted": 130,
+    "ResourceShortage": 13, "OutputBusy": 14, "ResumeRefused": 15, "ArtifactInvalid": 20, "GateFailed": 21,
+    "DifferencesFound": 23, "NetworkFailure": 30, "Interrupted": 130,
 }  # fmt: skip
 
 

@@ -21,8 +21,9 @@ FLOORS = {
     "plan": 4,
     "artifact": 5,
     "pipeline": 6,
+    "runtime": 6,
     "fidelity": 7,
-    "api": 8, "demo": 8,
+    "api": 8, "demo": 8, "bench": 8,
     "cli": 9,
     "__main__": 10,
 }  # fmt: skip

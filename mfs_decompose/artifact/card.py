@@ -14,6 +14,8 @@ from typing import Any
 from mfs_decompose.artifact.commands import LOCAL, decompose_command
 from mfs_decompose.artifact.licences import Licence
 from mfs_decompose.artifact.records import BaseRecord, PlatformRecord, ToolRecord, VariantRecord
+from mfs_decompose.artifact.shared_delta import SharedRecord
+from mfs_decompose.artifact.target_record import TargetRecord
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.units import format_bytes, format_fraction
 
@@ -31,7 +33,7 @@ Transformers does not load it as it is: restore a checkpoint first.
 |---|---:|---:|---:|---:|---|
 {rows}
 
-*Footprint*: the variant's shard files, whole, over the tensor bytes of its own checkpoint. *Relative error*:
+*Footprint*: the variant's shard files, whole,{answered} over the tensor bytes of its own checkpoint. *Relative error*:
 ‖Δ̂−Δ‖ / ‖Δ‖ over all its tensors, recorded when they were written, of the weights as served (0: nothing was lost). It
 is no measure of behaviour: `mfs eval` measures that.
 
@@ -73,6 +75,8 @@ def render_card(
     tool: ToolRecord,
     platform: PlatformRecord,
     licences: Mapping[str, Licence],
+    shared: SharedRecord | None = None,
+    target: TargetRecord | None = None,
 ) -> str:
     """The text of README.md, from records and licences alone; text that came from users is escaped.
 
@@ -81,20 +85,23 @@ def render_card(
         variants: records sorted by id.
         recipe: the effective recipe, as the manifest keeps it.
         licences: by `base` and the ids of the variants, from `read_licences`.
+        shared: what the variants have in common, if that is stored.
+        target: the drift that variants were cut to hold, if they were: the command then needs its text.
     """
     count = f"{len(variants)} variant{'' if len(variants) == 1 else 's'}"
-    total = base.bytes + sum(variant.bytes for variant in variants)
+    total = base.bytes + sum(variant.bytes for variant in variants) + (shared.bytes if shared is not None else 0)
     is_elsewhere = base.store == "reference" and not (base.source and base.source.repo)
     body = _TEXT.format(
         count=count,
         rows="\n".join(_row(variant) for variant in variants),
-        base=_describe_base(base),
+        base=_describe_base(base) + _describe_shared(shared),
+        answered=" and its part of what is stored for all," if shared is not None else "",
         total=format_bytes(total),
         licences="\n".join(_licence_row(id, licences.get(id)) for id in ("base", *(v.id for v in variants))),
         found=f" --base {LOCAL}" if is_elsewhere else "",
         example=variants[0].id if variants else "base",
         local=LOCAL,
-        decompose=decompose_command(base, variants, recipe, platform.device),
+        decompose=decompose_command(base, variants, recipe, platform.device, target),
         tools=", ".join(f"{name} {version}" for name, version in _versions(tool)),
         device=platform.device,
         capability=escape_markdown(platform.capability),
@@ -154,5 +161,16 @@ def _describe_base(base: BaseRecord) -> str:
         return (
             f"The base{name} is not in the artifact: it is known by the digests of its tensors, and found by `--base`."
         )
-    origin = "is the mean of the variants" if base.mode == "mean" else "was given"
+    origin = {"mean": "is the mean of the variants", "refined": "was found from the variants"}.get(
+        base.mode, "was given"
+    )
     return f"The base{name} {origin} and is in the artifact ({format_bytes(base.bytes)})."
+
+
+def _describe_shared(shared: SharedRecord | None) -> str:
+    if shared is None:
+        return ""
+    return (
+        f" What the variants have in common beside it is stored once, for {len(shared.tensors)} of its tensors "
+        f"({format_bytes(shared.bytes)}); each that uses it answers for an equal part."
+    )

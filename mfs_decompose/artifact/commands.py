@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from mfs_decompose.artifact.records import BaseRecord, SourceRecord, VariantRecord
+from mfs_decompose.artifact.target_record import TargetRecord
 from mfs_decompose.errors import UsageError
 from mfs_decompose.recipe.schema import Recipe
 from mfs_decompose.recipe.strict_yaml import read_scalar
@@ -27,21 +28,37 @@ def shell_line(words: Sequence[str]) -> str:
 
 
 def decompose_command(
-    base: BaseRecord, variants: Sequence[VariantRecord], recipe: Mapping[str, Any], device: str
+    base: BaseRecord,
+    variants: Sequence[VariantRecord],
+    recipe: Mapping[str, Any],
+    device: str,
+    target: TargetRecord | None = None,
 ) -> str:
     """`mfs decompose` with the recipe's keys that are not the defaults, over several lines of a shell.
 
     Args:
         recipe: the effective recipe, as the manifest keeps it.
         device: `cpu` or `cuda`.
+        target: names the text that was measured on; `NAME` stands for a file of that name.
     """
     lines = ["mfs decompose"]
     if base.source is not None:
         lines.append(shell_line(["--base", reference(base.source)]))
     lines += [shell_line(["--variants", f"{variant.id}={reference(variant.source)}"]) for variant in variants]
     lines += [shell_line(["--set", pair]) for pair in changed_keys(recipe)]
+    lines += [shell_line(words) for words in _texts(target)]
     lines.append(shell_line(["--device", device, "--out", "DIR"]))
     return " \\\n  ".join(lines)
+
+
+def _texts(target: TargetRecord | None) -> Iterator[list[str]]:
+    texts = {} if target is None else target.measured_on.get("texts", {})
+    limits: list[object] = []
+    for name, text in texts.items() if isinstance(texts, Mapping) else ():
+        yield ["--text", str(name)]
+        limits.append(text.get("limit") if isinstance(text, Mapping) else None)
+    if limits and isinstance(limits[0], int) and len(set(limits)) == 1:
+        yield ["--max-tokens", str(limits[0])]
 
 
 def reference(source: SourceRecord) -> str:

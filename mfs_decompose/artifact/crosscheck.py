@@ -8,19 +8,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from mfs_decompose.artifact.layout import CARD, base_shard_name, content_name, variant_shard_name
 from mfs_decompose.artifact.records import (
     BaseRecord,
+    Blob,
     CoverageRecord,
     FileEntry,
     SourceRecord,
     TensorRecord,
     VariantRecord,
 )
+from mfs_decompose.artifact.shared_delta import SharedRecord, shard_names
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.source.dtypes import item_size
 
 Files = Mapping[str, FileEntry]
 
 
-def crosscheck(base: BaseRecord, variants: Sequence[VariantRecord], files: Files, coverage: CoverageRecord) -> None:
+def crosscheck(
+    base: BaseRecord,
+    variants: Sequence[VariantRecord],
+    files: Files,
+    coverage: CoverageRecord,
+    shared: SharedRecord | None = None,
+) -> None:
     """Check that the records agree: ids and names, shards and their sizes, blobs, digests, coverage.
 
     Raises:
@@ -31,7 +39,8 @@ def crosscheck(base: BaseRecord, variants: Sequence[VariantRecord], files: Files
     _check_base(base, files)
     for number, variant in enumerate(variants, 1):
         _check_variant(number, variant, base, files)
-    _check_files(base, variants, files)
+    _check_shared(base, variants, files, shared)
+    _check_files(base, variants, files, () if shared is None else shared.shards)
     tensors = (len(base.tensors) if base.source else 0) + sum(len(variant.tensors) for variant in variants)
     _require(coverage.tensors == tensors, f"coverage of all {tensors} tensors", str(coverage.tensors))
 
@@ -61,9 +70,30 @@ def _check_variant(number: int, variant: VariantRecord, base: BaseRecord, files:
         _check_tensor(f"tensor {name!r} of {who}", tensor, base)
     if variant.adapter is not None:
         _check_adapter(who, variant, base)
+    _check_blobs(who, names, variant.blobs, files)
+
+
+def _check_shared(
+    base: BaseRecord, variants: Sequence[VariantRecord], files: Files, shared: SharedRecord | None
+) -> None:
+    answered = sum(variant.shared_bytes for variant in variants)
+    _require(answered == (shared.bytes if shared else 0), "all bytes of the shared delta in footprints", str(answered))
+    if shared is None:
+        return
+    who = "the shared delta"
+    _require(base.mode == "shared", f"a base that was given for {who}", repr(base.mode))
+    _require(shared.shards == shard_names(len(shared.shards)), f"the shards of {who} in order", f"{shared.shards[:4]}")
+    nbytes = _bytes(shared.shards, files)
+    _require(shared.bytes == nbytes, f"the bytes of {who} to be those of its shards", str(shared.bytes))
+    strangers = sorted(shared.tensors.keys() - base.tensors.keys())
+    _require(not strangers, f"base tensors below {who}", f"{strangers[:3]}")
+    _check_blobs(who, shared.shards, shared.blobs, files)
+
+
+def _check_blobs(who: str, names: Sequence[str], blobs: Mapping[str, Blob], files: Files) -> None:
     filled = [0] * len(names)
     seen: set[tuple[int, str]] = set()
-    for name, blob in variant.blobs.items():
+    for name, blob in blobs.items():
         place = (blob.shard, blob.entry)
         _require(blob.shard < len(names), f"a shard of {who} for tensor {name!r}", f"number {blob.shard}")
         _require(place not in seen, f"each tensor of {who} in an entry of its own", f"{blob.entry!r} twice")
@@ -105,11 +135,11 @@ def _check_tensor(who: str, tensor: TensorRecord, base: BaseRecord) -> None:
     _require(tensor.common_rows <= rows, f"{who} to share at most the base's {rows} rows", str(tensor.common_rows))
 
 
-def _check_files(base: BaseRecord, variants: Sequence[VariantRecord], files: Files) -> None:
+def _check_files(base: BaseRecord, variants: Sequence[VariantRecord], files: Files, shared: Sequence[str]) -> None:
     """Every file has one reason to be there, and every reason a file."""
     sources: list[SourceRecord] = [variant.source for variant in variants] + ([base.source] if base.source else [])
     contents = {content_name(sha256): sha256 for source in sources for sha256 in source.contents()}
-    expected = {CARD, *contents, *base.shards, *(name for variant in variants for name in variant.shards)}
+    expected = {CARD, *contents, *base.shards, *shared, *(name for variant in variants for name in variant.shards)}
     _require(expected <= files.keys(), "every file in the table", f"no {sorted(expected - files.keys())[:4]}")
     _require(files.keys() <= expected, "only files with a use", f"{sorted(files.keys() - expected)[:4]}")
     for name, sha256 in contents.items():

@@ -37,6 +37,7 @@ _GENERATED = re.compile(
     r"README\.md"
     r"|files/[0-9a-f]{64}"
     r"|base-[0-9]{5}-of-[0-9]{5}\.safetensors"
+    r"|shared-[0-9]{5}\.safetensors"
     r"|v[0-9]{4,9}-[0-9]{5}\.safetensors"
 )
 _FORBIDDEN = re.compile(r'[\x00-\x1f\x7f-\x9f\\:*?"<>|\u200e\u200f\u202a-\u202e\u2066-\u2069]')
@@ -46,6 +47,12 @@ def base_shard_name(number: int, count: int) -> str:
     """Name of base shard `number` of `count`, both counted from 1."""
     assert 1 <= number <= count <= 99_999
     return f"base-{number:05d}-of-{count:05d}.safetensors"
+
+
+def shared_shard_name(shard: int) -> str:
+    """Name of a shard of the shared delta, counted from 1."""
+    assert 1 <= shard <= 99_999
+    return f"shared-{shard:05d}.safetensors"
 
 
 def variant_shard_name(variant: int, shard: int) -> str:

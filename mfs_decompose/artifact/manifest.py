@@ -11,7 +11,7 @@ import hashlib
 import re
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from mfs_decompose.artifact.canonical import canonical_bytes, digest_of, is_canonical, load_strict
 from mfs_decompose.artifact.crosscheck import crosscheck
@@ -26,6 +26,8 @@ from mfs_decompose.artifact.records import (
     ToolRecord,
     VariantRecord,
 )
+from mfs_decompose.artifact.shared_delta import SharedRecord
+from mfs_decompose.artifact.target_record import TargetRecord
 from mfs_decompose.errors import ArtifactInvalid
 
 _DAMAGED = "the artifact is damaged or was edited; get it again from where it came from"
@@ -44,11 +46,28 @@ class Manifest(Record):
     variants: tuple[VariantRecord, ...]
     files: dict[GeneratedPath, FileEntry]
     coverage: CoverageRecord
+    shared: SharedRecord | None = None
+    """What the variants have in common beside the base; most families have none."""
+    target: TargetRecord | None = None
+    """The drift that variants were cut to hold; none where they were cut to a size."""
+
+    @model_validator(mode="after")
+    def _target_is_of_variants(self) -> Manifest:
+        strangers = set() if self.target is None else self.target.variants.keys() - {one.id for one in self.variants}
+        if strangers:
+            raise ValueError(f"a target was held by {min(strangers)!r}, which is no variant")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = serialise(self)
+        return {key: value for key, value in document.items() if key not in ("shared", "target") or value is not None}
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all weight files: the base's and every variant's."""
-        return self.base.bytes + sum(variant.bytes for variant in self.variants)
+        """Bytes of all weight files: the base's, the shared delta's and every variant's."""
+        shared = self.shared.bytes if self.shared is not None else 0
+        return self.base.bytes + shared + sum(variant.bytes for variant in self.variants)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, as it is written."""
@@ -61,7 +80,7 @@ def seal(manifest: Manifest) -> Manifest:
     Raises:
         ArtifactInvalid: the records contradict each other, or hold what JSON cannot.
     """
-    crosscheck(manifest.base, manifest.variants, manifest.files, manifest.coverage)
+    crosscheck(manifest.base, manifest.variants, manifest.files, manifest.coverage, manifest.shared)
     return manifest.model_copy(update={"digest": digest_of(manifest.to_json())})
 
 
@@ -102,7 +121,7 @@ def load_manifest(data: bytes) -> Manifest:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
         raise ArtifactInvalid(f"expected a valid {MANIFEST}, found {_first(error)}", hint=_DAMAGED) from None
-    crosscheck(manifest.base, manifest.variants, manifest.files, manifest.coverage)
+    crosscheck(manifest.base, manifest.variants, manifest.files, manifest.coverage, manifest.shared)
     return manifest
 
 

@@ -19,6 +19,7 @@ from mfs_decompose.artifact.layout import MANIFEST, MAX_MANIFEST_BYTES, MAX_RUN_
 from mfs_decompose.artifact.manifest import Manifest, artifact_digest, load_manifest
 from mfs_decompose.artifact.records import VariantRecord
 from mfs_decompose.artifact.shard_reader import check_variant_shard, read_header, read_range
+from mfs_decompose.artifact.shared_delta import SharedReader
 from mfs_decompose.artifact.trees import read_trees
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.errors import ArtifactInvalid, SourceNotFound, UsageError
@@ -26,6 +27,7 @@ from mfs_decompose.errors import ArtifactInvalid, SourceNotFound, UsageError
 if TYPE_CHECKING:
     import torch
 
+    from mfs_decompose.codec.shared import Shared
     from mfs_decompose.source.checkpoint import Checkpoint
 
 _CONFIG = "config.json"
@@ -50,6 +52,8 @@ class Family:
         self._trees: dict[str, dict[str, CodecNode]] = {}
         self._places: dict[tuple[str, int], dict[str, int]] = {}
         self._base: BaseReader | None = None
+        shapes = {name: tensor.shape for name, tensor in manifest.base.tensors.items()}
+        self._shared = None if manifest.shared is None else SharedReader(path, manifest.shared, shapes)
 
     @classmethod
     def open(cls, path: str | Path, *, base: str | Path | None = None) -> Family:
@@ -147,6 +151,14 @@ class Family:
             return b""
         start = self._shard_places(record, blob.shard)[blob.entry]
         return read_range(self.path / record.shards[blob.shard], start + offset, count)
+
+    def shared(self, base_name: str | None) -> Shared | None:
+        """What the variants have in common in a base tensor, see codec/shared.py; None where that is nothing.
+
+        Raises:
+            ArtifactInvalid: its record is damaged.
+        """
+        return None if self._shared is None else self._shared.of(base_name)
 
     def adapter_bytes(self, variant_id: str, name: str) -> bytes:
         """All bytes of a tensor of a variant's adapter, held against the digest they were kept under.

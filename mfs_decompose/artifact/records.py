@@ -184,7 +184,7 @@ class BaseTensor(Record):
 class BaseRecord(Record):
     """The shared weights. `bytes` counts the shard files inside the artifact: 0 when the base is referenced."""
 
-    mode: Literal["known", "mean"]
+    mode: Literal["known", "mean", "refined", "shared"]
     store: Literal["copy", "reference", "hardlink"]
     source: SourceRecord | None
     shards: tuple[GeneratedPath, ...]
@@ -193,10 +193,11 @@ class BaseRecord(Record):
 
     @model_validator(mode="after")
     def _check(self) -> BaseRecord:
-        if (self.mode == "mean") != (self.source is None):
-            raise ValueError("a mean base has no source, a known one has")
-        if self.mode == "mean" and self.store != "copy":
-            raise ValueError("a mean base exists nowhere else, so it is stored as a copy")
+        made = self.mode in ("mean", "refined")
+        if made != (self.source is None):
+            raise ValueError("a base that was made has no source, one that was given has")
+        if made and self.store != "copy":
+            raise ValueError("a base that was made exists nowhere else, so it is stored as a copy")
         if self.store == "reference" and (self.shards or self.bytes):
             raise ValueError("a base by reference has no shards here")
         if self.store != "reference" and self.source and len(self.shards) != len(self.source.shards):
@@ -285,11 +286,13 @@ class VariantRecord(Record):
     checkpoint_bytes: Count
     bytes: Count
     adapter: AdapterRecord | None = None
+    shared_bytes: Count = 0
+    """Its part of the bytes of the family's shared delta, as long as it uses that."""
 
     @model_serializer(mode="wrap")
     def _without_what_is_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         document: dict[str, Any] = serialise(self)
-        return {key: value for key, value in document.items() if key != "adapter" or value is not None}
+        return {key: value for key, value in document.items() if key not in ("adapter", "shared_bytes") or value}
 
     @property
     def blobs(self) -> dict[str, Blob]:
@@ -301,8 +304,8 @@ class VariantRecord(Record):
 
     @property
     def footprint(self) -> float:
-        """Bytes of the variant's shard files over those of its own checkpoint's tensors, a fraction."""
-        return self.bytes / self.checkpoint_bytes if self.checkpoint_bytes else 0.0
+        """Its shard files and its part of the shared delta over its own checkpoint's tensors, in bytes: a fraction."""
+        return (self.bytes + self.shared_bytes) / self.checkpoint_bytes if self.checkpoint_bytes else 0.0
 
     @property
     def rel_error(self) -> float:

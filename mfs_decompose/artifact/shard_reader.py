@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mfs_decompose.artifact.files import open_regular
 from mfs_decompose.artifact.layout import SCHEMA
-from mfs_decompose.artifact.records import BaseRecord, VariantRecord
+from mfs_decompose.artifact.records import BaseRecord, Blob, VariantRecord
 from mfs_decompose.artifact.shard import Entry, ShardPlan
 from mfs_decompose.errors import ArtifactInvalid, MfsError
 from mfs_decompose.source.folder import resolve_inside
@@ -22,7 +22,7 @@ def shard_metadata(owner: str, number: int) -> dict[str, str]:
     """What `__metadata__` of a shard we write says beside `format`: two shards of equal shape are told apart by it.
 
     Args:
-        owner: `base`, or the id of a variant.
+        owner: `base`, `shared delta`, or the id of a variant.
         number: the shard's place among its owner's, from 1.
     """
     return {"mfs.owner": owner, "mfs.schema": SCHEMA, "mfs.shard": str(number)}
@@ -46,10 +46,14 @@ def check_variant_shard(variant: VariantRecord, index: int, header: ShardHeader)
     Raises:
         ArtifactInvalid: naming the shard and, where it is one tensor's fault, the tensor.
     """
-    name = variant.shards[index]
-    _check_own_header(name, header, shard_metadata(variant.id, index + 1))
+    check_blob_shard(variant.shards[index], variant.id, index, variant.blobs, header)
+
+
+def check_blob_shard(name: str, owner: str, index: int, blobs: Mapping[str, Blob], header: ShardHeader) -> None:
+    """Check that shard `index` of an owner holds those of `blobs` that lie in it; raises as `check_variant_shard`."""
+    _check_own_header(name, header, shard_metadata(owner, index + 1))
     found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in header.tensors}
-    for tensor, blob in variant.blobs.items():
+    for tensor, blob in blobs.items():
         if blob.shard == index:
             entry = found.pop(blob.entry, None)
             if entry != ("U8", (blob.nbytes,)):

@@ -13,8 +13,16 @@ from mfs_decompose.artifact.layout import MANIFEST, content_name
 from mfs_decompose.artifact.manifest import Manifest
 from mfs_decompose.artifact.records import BaseRecord, SourceRecord, SourceShard, VariantRecord
 from mfs_decompose.artifact.report import Problem
-from mfs_decompose.artifact.shard_reader import check_base_shard, check_base_tensors, check_variant_shard, read_header
+from mfs_decompose.artifact.shard_reader import (
+    check_base_shard,
+    check_base_tensors,
+    check_blob_shard,
+    check_variant_shard,
+    read_header,
+)
+from mfs_decompose.artifact.shared_delta import OWNER, SharedRecord, read_shared_tree
 from mfs_decompose.artifact.trees import read_tree
+from mfs_decompose.codec.shared import uses_shared
 from mfs_decompose.errors import ArtifactInvalid, SourceIncompatible, SourceNotFound
 from mfs_decompose.source import dtypes
 from mfs_decompose.source.header import MAX_HEADER_BYTES, ShardHeader, parse_header
@@ -39,9 +47,21 @@ def check_structure(folder: Path, manifest: Manifest, absent: set[str]) -> list[
     if base.source is not None:
         specs = {name: (tensor.dtype, tensor.shape) for name, tensor in base.tensors.items()}
         problems += _check_source(folder, "base", base.source, specs, absent)
+    if manifest.shared is not None:
+        _check_shared(folder, manifest.shared, absent, problems)
     for variant in manifest.variants:
-        _check_variant(folder, variant, base, absent, problems)
+        _check_variant(folder, variant, base, absent, problems, manifest.shared)
     return problems
+
+
+def _check_shared(folder: Path, shared: SharedRecord, absent: set[str], problems: list[Problem]) -> None:
+    for index, name in enumerate(shared.shards):
+        if name not in absent:
+            with _reported(problems, name):
+                check_blob_shard(name, OWNER, index, shared.blobs, read_header(folder, name))
+    for tensor, record in shared.tensors.items():
+        with _reported(problems, MANIFEST, tensor):
+            read_shared_tree(tensor, record)
 
 
 def _check_base_shards(folder: Path, base: BaseRecord, absent: set[str], problems: list[Problem]) -> None:
@@ -59,7 +79,12 @@ def _check_base_shards(folder: Path, base: BaseRecord, absent: set[str], problem
 
 
 def _check_variant(
-    folder: Path, variant: VariantRecord, base: BaseRecord, absent: set[str], problems: list[Problem]
+    folder: Path,
+    variant: VariantRecord,
+    base: BaseRecord,
+    absent: set[str],
+    problems: list[Problem],
+    shared: SharedRecord | None,
 ) -> None:
     for index, name in enumerate(variant.shards):
         if name not in absent:
@@ -67,7 +92,9 @@ def _check_variant(
                 check_variant_shard(variant, index, read_header(folder, name))
     for name, record in variant.tensors.items():
         with _reported(problems, MANIFEST, name):
-            read_tree(variant.id, name, record)
+            tree = read_tree(variant.id, name, record)
+            if uses_shared(tree) and (shared is None or record.base_name not in shared.tensors):
+                raise ArtifactInvalid(f"variant {variant.id!r} needs a shared delta that the family does not have")
     own = variant.adapter.tensors if variant.adapter else variant.tensors
     specs = {name: (record.dtype, record.shape) for name, record in own.items()}
     problems += _check_source(folder, f"variant {variant.id!r}", variant.source, specs, absent)

@@ -16,9 +16,13 @@ def read_tree(variant: str, name: str, record: TensorRecord) -> CodecNode:
     Raises:
         ArtifactInvalid: it is no tree, names a codec or version that is unknown here, or claims other bytes.
     """
-    who = f"tensor {name!r} of variant {variant!r}"
+    return check_tree(f"tensor {name!r} of variant {variant!r}", record.tree, record.blob.nbytes if record.blob else 0)
+
+
+def check_tree(who: str, document: object, nbytes: int) -> CodecNode:
+    """A codec tree whose arrays tile `nbytes` bytes; raises as `read_tree` does, about `who`."""
     try:
-        tree = CodecNode.from_json(record.tree)
+        tree = CodecNode.from_json(document)
         check_node(tree)
     except ArtifactInvalid as error:
         raise ArtifactInvalid(f"{who}: {error.message}", hint=error.hint) from None
@@ -27,7 +31,6 @@ def read_tree(variant: str, name: str, record: TensorRecord) -> CodecNode:
         if part.offset != end:
             raise ArtifactInvalid(f"{who}: expected array {part.name!r} at byte {end}, found it at {part.offset}")
         end += part.nbytes
-    nbytes = record.blob.nbytes if record.blob else 0
     if end != nbytes:
         raise ArtifactInvalid(f"{who}: expected arrays of {nbytes} bytes, found {end}")
     return tree

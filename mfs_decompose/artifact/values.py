@@ -68,7 +68,7 @@ def open_tensor(family: Family, variant_id: str, name: str) -> StoredTensor:
     base = _rows_of(family, record.base_name, spec) if record.base_name is not None else None
     if node.codec == "adapter":
         return StoredTensor(spec, False, _open_merged(family, variant_id, node, spec, record.base_name), base)
-    opened = OpenedTensor(node, fetch, spec)
+    opened = OpenedTensor(node, fetch, spec, family.shared(record.base_name))
     return StoredTensor(spec, opened.exact, opened, base)
 
 

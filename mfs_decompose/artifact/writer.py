@@ -27,6 +27,8 @@ from mfs_decompose.artifact.records import (
     ToolRecord,
     VariantRecord,
 )
+from mfs_decompose.artifact.shared_delta import SharedRecord
+from mfs_decompose.artifact.target_record import TargetRecord
 from mfs_decompose.errors import ArtifactInvalid
 
 
@@ -63,12 +65,16 @@ def finish_artifact(
     variants: Sequence[VariantRecord],
     coverage: CoverageRecord,
     files: Iterable[FileRecord],
+    shared: SharedRecord | None = None,
+    target: TargetRecord | None = None,
 ) -> Manifest:
     """Write the model card and, last, the manifest; the folder is then an artifact.
 
     Args:
         folder: holds every file of `files`, and besides them at most run.json and an earlier card.
         variants: in any order; written by sorted id, which is also how their shards are numbered.
+        shared: what the variants have in common, if that is stored.
+        target: the drift that variants were cut to hold, if they were.
         files: records of all shards and of all content stored for the sources; double ones count once.
 
     Raises:
@@ -77,7 +83,16 @@ def finish_artifact(
     """
     ordered = tuple(sorted(variants, key=lambda variant: variant.id))
     licences = read_licences(base, ordered, lambda digest: _read_content(folder, digest))
-    text = render_card(base, ordered, recipe=recipe, tool=tool, platform=platform, licences=licences)
+    text = render_card(
+        base,
+        ordered,
+        recipe=recipe,
+        tool=tool,
+        platform=platform,
+        licences=licences,
+        shared=shared,
+        target=target,
+    )
     card = text.encode("utf-8")
     write_file(folder / CARD, card)
     records = [*files, FileRecord(CARD, len(card), sha256(card).hexdigest())]
@@ -91,6 +106,8 @@ def finish_artifact(
             variants=ordered,
             files=dict(sorted(table.items())),
             coverage=coverage,
+            shared=shared,
+            target=target,
         )
     )
     _check_folder(folder, table)

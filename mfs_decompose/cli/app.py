@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, Entry] = {
     "inspect": Entry("mfs_decompose.cli.inspect", "Show what an artifact holds: bytes, errors, codecs.", "Check"),
     "diff": Entry("mfs_decompose.cli.diff", "Show what differs between two models or artifacts.", "Check"),
     "eval": Entry("mfs_decompose.cli.eval", "Measure the drift of the variants on text.", "Measure"),
+    "bench": Entry("mfs_decompose.cli.bench", "Measure how fast the variants answer together.", "Measure"),
     "recipe": Entry("mfs_decompose.cli.recipe", "List, show, copy and check recipes.", "Help"),
     "doctor": Entry("mfs_decompose.cli.doctor", "Show versions, devices, memory, disk and known problems.", "Help"),
     "demo": Entry("mfs_decompose.cli.demo", "Try all of it on a small built-in family, offline.", "Try"),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from mfs_decompose.errors import UsageError
 
-MULTI = frozenset({"--variants", "-V", "--text", "--originals", "--against"})
+MULTI = frozenset({"--variants", "-V", "--text", "--calibrate", "--originals", "--against"})
 
 GLOBAL_FLAGS = frozenset({"--json", "--quiet", "--verbose", "--no-color", "--debug", "--yes"})
 GLOBAL_OPTIONS = frozenset({"--progress", "--log-file"})

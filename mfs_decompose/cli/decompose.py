@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mfs_decompose.cli.calibration_text import CalibrateOption, calibration_gauges
+from mfs_decompose.cli.decompose_text import MaxTokensOption, TextOption, held_line, target_gauges
 from mfs_decompose.cli.exactness import ERROR, RESTORED, explain_error, restored
 from mfs_decompose.cli.options import (
     INPUTS,
@@ -40,8 +42,10 @@ OPTION_OF = {
     "base.store": "--base-store",
     "deltas.default.codec": "--codec",
     "objective.budget": "--budget",
+    "objective.budget_total": "--budget-total",
     "objective.rank": "--rank",
     "objective.density": "--density",
+    "objective.target": "--target",
     "seed": "--seed",
     "output.shard_size": "--shard-size",
     "limits.max_ram": "--max-ram",
@@ -81,11 +85,19 @@ def command(
     variants: Variants = None,
     out: OutOption,
     base: BaseOption = None,
+    calibrate: CalibrateOption = None,
+    text: TextOption = None,
+    max_tokens: MaxTokensOption = None,
     offline: OfflineFlag = False,
     recipe: RecipeOption = None,
     sets: SetOption = None,
     base_mode: Annotated[
-        str | None, _plan("--base-mode", "MODE", "auto, known or mean; auto is known with --base, else mean.")
+        str | None,
+        _plan(
+            "--base-mode",
+            "MODE",
+            "known (default with --base), shared, mean (default without), refined; auto takes what is smaller.",
+        ),
     ] = None,
     base_store: Annotated[
         str | None, _plan("--base-store", "HOW", "copy, reference or hardlink; copy by default.")
@@ -110,12 +122,30 @@ def command(
     budget: Annotated[
         str | None, _plan("--budget", "5%|80MB", "Cap for each variant, all bytes counted; 5% by default.")
     ] = None,
+    budget_total: Annotated[
+        str | None,
+        _plan("--budget-total", "5%|80MB", "One cap for all variants together, spent where it helps most."),
+    ] = None,
     rank: Annotated[int | None, _plan("--rank", "R", "The same rank for every matrix, instead of a budget.")] = None,
     density: Annotated[str | None, _plan("--density", "2%", "Share of each row's entries, for --codec sparse.")] = None,
+    target: Annotated[
+        str | None,
+        _plan(
+            "--target", "kl=X|ppl=X", "The smallest that drifts no further, measured on --text: KL or |ln ppl ratio|."
+        ),
+    ] = None,
     seed: Annotated[int | None, _plan("--seed", "N", "Seed of the random sketches; 0 by default.")] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", "-n", help="Show what would be done, from headers alone.", rich_help_panel=PLAN),
+    ] = False,
+    spectra: Annotated[
+        bool,
+        typer.Option(
+            "--spectra",
+            help="With --dry-run: read the weights as well, and foresee other budgets, and with --calibrate drift.",
+            rich_help_panel=PLAN,
+        ),
     ] = False,
     save_plan: Annotated[
         Path | None,
@@ -152,7 +182,9 @@ def command(
     Examples:
       mfs decompose --base ./base --variants math=./math code=./code --out art
       mfs decompose --base ./base --variants ./math --out art --budget 3% --dry-run
+      mfs decompose --base ./base --variants ./math --out art --dry-run --spectra
       mfs decompose --base ./base --variants ./math --out art --codec lossless
+      mfs decompose --base ./base --variants ./code --out art --target kl=1e-3 --text humaneval.jsonl:prompt
       mfs decompose --base ./base --variants lora=./tuned-lora --out art
       mfs decompose --base ./base --variants ./math --out art --rank 16 --dry-run --save-plan plan.json
       mfs decompose --plan plan.json --out art
@@ -162,9 +194,16 @@ def command(
     output = output_of(ctx)
     if save_plan is not None and not dry_run:
         raise UsageError("--save-plan needs --dry-run", hint="Add --dry-run; --plan FILE runs the plan afterwards.")
+    if spectra and (not dry_run or save_plan is not None):
+        raise UsageError(
+            "--spectra needs --dry-run, and goes without --save-plan", hint="Add --dry-run; ask for the plan apart."
+        )
     if save_plan is not None:
         check_place(save_plan)
-    values = (base_mode, base_store, codec, budget, rank, density, seed, shard_size, max_ram, max_disk, keep_exact)
+    values = (
+        base_mode, base_store, codec, budget, budget_total, rank, density, target, seed, shard_size, max_ram,
+        max_disk, keep_exact,
+    )  # fmt: skip
     options = {key: value for key, value in zip(OPTION_OF, values, strict=True) if value is not None}
     overrides = parse_set(sets or []) | options
     refs = named_refs(variants or [], "--variants")
@@ -178,6 +217,12 @@ def command(
         overwrite=overwrite,
         argv=tuple(sys.argv[1:]),
     )
+    gauges = target_gauges(request.recipe, text, calibrate, max_tokens, device, request.out, measure=not dry_run)
+    if spectra:
+        from mfs_decompose.cli.forecast import show_forecast
+
+        show_forecast(output, replace(request, calibrate=calibration_gauges(calibrate, device)))
+        return
     if dry_run:
         from mfs_decompose.cli.dry_run import dry_run as show_plan
 
@@ -187,6 +232,7 @@ def command(
         raise typer.Exit(2)
     from mfs_decompose.pipeline.decompose import decompose
 
+    request = replace(request, calibrate=calibration_gauges(calibrate, device), gauges=gauges)
     _show_report(output, decompose(request, make_sink(output)))
 
 
@@ -218,6 +264,14 @@ def _request(
     return PlannedRequest(variants=refs, out=out, recipe=effective, base=base, saved=saved), origins
 
 
+def _held_json(report: DecomposeReport, id: str) -> dict[str, Any]:
+    """What a target came to for a variant; null of an adapter, which is kept as it is; nothing without a target."""
+    if report.target is None:
+        return {}
+    held = report.target.variants.get(id)
+    return {"target": None if held is None else held.model_dump()}
+
+
 def _show_report(output: Output, report: DecomposeReport) -> None:
     from mfs_decompose.units import format_bytes, format_duration, format_fraction
 
@@ -236,6 +290,7 @@ def _show_report(output: Output, report: DecomposeReport) -> None:
                     "rel_error": v.rel_error,
                     "codecs": dict(v.codecs),
                 }
+                | _held_json(report, v.id)
                 for v in report.variants
             ],
             "base_bytes": report.base_bytes,
@@ -244,6 +299,7 @@ def _show_report(output: Output, report: DecomposeReport) -> None:
             "bytes_read": report.bytes_read,
             "resumed_units": report.resumed_units,
         }
+        | ({} if report.target is None else {"target": report.target.asked})
     )
     rows = [
         (
@@ -261,6 +317,9 @@ def _show_report(output: Output, report: DecomposeReport) -> None:
         rows,
         right=("footprint", "bytes", "of its checkpoint", ERROR),
     )
+    if report.target is not None:
+        for v in report.variants:
+            output.line(held_line(v.id, report.target.asked, report.target.variants.get(v.id), v.bytes))
     if said := explain_error(v.rel_error for v in report.variants):
         output.say(said)
     if not report.written:

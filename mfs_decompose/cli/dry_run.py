@@ -75,6 +75,12 @@ def _show_plan(output: Output, document: Mapping[str, Any], notes: Iterable[str]
     output.table(
         ("variant", "checkpoint", "bytes", "footprint", "tensors"), rows, right=("checkpoint", "bytes", "footprint")
     )
+    target = document["recipe"].get("objective", {}).get("target")
+    if target is not None:
+        output.line(
+            f"target {target}: sizes are unknown before weights are read and drift is measured; the bytes above are "
+            "what all bits may take"
+        )
     for note in notes:
         output.line(f"note: {note}")
     output.line(

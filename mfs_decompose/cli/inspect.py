@@ -20,6 +20,7 @@ from mfs_decompose.cli.options import (
     named_refs,
     output_of,
 )
+from mfs_decompose.errors import UsageError
 
 
 def command(
@@ -31,6 +32,9 @@ def command(
     ] = 20,
     spectrum: Annotated[
         bool, typer.Option("--spectrum", help="Read the weights: which kind of change each variant is, and why.")
+    ] = False,
+    resident: Annotated[
+        bool, typer.Option("--resident", help="Read the deltas: the form and bytes each would have in memory.")
     ] = False,
     only: Annotated[
         str | None, typer.Option("--tensors", metavar="GLOB", help="With --spectrum: only tensors of such names.")
@@ -44,6 +48,13 @@ def command(
             help="With --spectrum: folder to write plots to, as SVG.",
             rich_help_panel=OUTPUT,
         ),
+    ] = None,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Where the bytes went, and what other sizes would leave.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg", help="With --frontier: write a plot of it.", rich_help_panel=OUTPUT),
     ] = None,
     originals: OriginalsOption = None,
     base: BaseOption = None,
@@ -62,12 +73,44 @@ def command(
     weights changed), concentrated (few directions hold much of the energy) or flat; then its effective rank, how many
     directions hold 50, 90 and 99 % of the energy, the share of unchanged weights, and how much is rounding noise.
 
+    With --resident the deltas are read as a runtime holds them, and their bytes in memory counted by codec and form.
+
+    With --frontier the bytes of each variant are counted by codec, layer type and depth, beside the errors recorded.
+    Where the sources are at hand they are read again, into a temporary folder, and other budgets are foreseen.
+
     Examples:
       mfs inspect art
       mfs inspect art --variant math --top 50
       mfs inspect art --spectrum --out plots
       mfs inspect art --spectrum --variant math --tensors '*_proj.weight'
+      mfs inspect art --resident
+      mfs inspect art --frontier --plot frontier.svg
     """
+    asked = [name for name, wanted in (("--spectrum", spectrum), ("--resident", resident)) if wanted]
+    asked += ["--frontier"] * frontier
+    if len(asked) > 1:
+        raise UsageError(
+            f"expected one of {' and '.join(asked)}, found {'both' if asked[:2] == asked else 'all'}", hint="Ask twice."
+        )
+    if plot is not None and not frontier:
+        raise UsageError("--plot says where --frontier is to be drawn, found no --frontier", hint="Add --frontier.")
+    if frontier:
+        from mfs_decompose.cli.inspect_frontier import show_frontier
+        from mfs_decompose.pipeline.forecast_frontier import FrontierRequest
+
+        if only is not None or out is not None:
+            raise UsageError("--tensors and --out go with --spectrum, found --frontier", hint="Leave them out.")
+        looked_at = FrontierRequest(
+            artifact=artifact,
+            variants=None if variant is None else (variant,),
+            originals=named_refs(originals or (), "--originals"),
+            base=base,
+            offline=offline,
+            device=device,
+            threads=threads,
+        )
+        show_frontier(output_of(ctx), looked_at, plot)
+        return
     if spectrum:
         from mfs_decompose.cli.inspect_spectrum import show_spectrum
         from mfs_decompose.pipeline.spectra import SpectraRequest
@@ -86,8 +129,15 @@ def command(
         return
     from mfs_decompose.cli.inspect_spectrum import refuse_without_spectrum
 
-    given = {"--tensors": only, "--out": out, "--originals": originals, "--base": base, "--offline": offline}
-    refuse_without_spectrum({**given, "--device": device != "auto", "--threads": threads})
+    given = {"--tensors": only, "--out": out, "--originals": originals, "--offline": offline}
+    refuse_without_spectrum(
+        {**given, "--base": base and not resident, "--device": device != "auto", "--threads": threads}
+    )
+    if resident:
+        from mfs_decompose.cli.inspect_resident import show_resident
+
+        show_resident(output_of(ctx), artifact, variant, base)
+        return
     _show(ctx, artifact, variant, top)
 
 
@@ -150,6 +200,11 @@ def _show(ctx: typer.Context, artifact: Path, variant: str | None, top: int) -> 
             output.line(f"{len(tensors) - len(shown)} more tensors: --top {len(tensors)}")
     base = document["base"]
     output.line()
+    if shared := document.get("shared"):
+        output.line(
+            f"shared: {format_bytes(shared['bytes'])} for {shared['tensors']} tensors, stored once; footprints hold "
+            "the parts of the variants that use it"
+        )
     output.line(
         f"base: {base['mode']}, {base['store']}, {format_bytes(base['bytes'])}; all weights "
         f"{format_bytes(document['total_bytes'])}, other files {format_bytes(document['files_bytes'])}; "

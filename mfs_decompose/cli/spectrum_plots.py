@@ -47,8 +47,8 @@ def draw(summary: VariantSummary) -> dict[str, bytes]:
         "singular-values": lambda figure: _draw_singular_values(_axes(figure), curves, title),
         "effective-rank": lambda figure: _draw_effective_rank(figure, summary.cells, title),
     }
-    with _plain_matplotlib():
-        return {f"{summary.id}-{name}.svg": _svg(fill) for name, fill in drawn.items()}
+    with plain_matplotlib():
+        return {f"{summary.id}-{name}.svg": svg(fill) for name, fill in drawn.items()}
 
 
 def _draw_energy(axes: Axes, curves: dict[str, Curve], title: str) -> None:
@@ -61,7 +61,7 @@ def _draw_energy(axes: Axes, curves: dict[str, Curve], title: str) -> None:
         xscale="log",
         ylim=(0.0, 1.02),
     )
-    _plain_ticks(axes.xaxis)
+    plain_ticks(axes.xaxis)
     axes.legend(fontsize=8, loc="lower right")
 
 
@@ -70,9 +70,7 @@ def _draw_singular_values(axes: Axes, curves: dict[str, Curve], title: str) -> N
         kept = [(k, value) for k, value in zip(curve.direction, curve.singular_value, strict=True) if value > 0.0]
         _line(axes, at, family, "singular", [k for k, _ in kept], [value for _, value in kept])
         if curve.noise_level > 0.0:
-            axes.axhline(
-                curve.noise_level, color=_shade(at), linestyle=":", linewidth=1.0, gid=_safe(f"noise:{family}")
-            )
+            axes.axhline(curve.noise_level, color=shade(at), linestyle=":", linewidth=1.0, gid=safe(f"noise:{family}"))
     axes.plot([], [], color="0.3", linestyle=":", linewidth=1.0, label="largest of rounding noise alone, predicted")
     axes.set(
         title=f"Singular values: {title}",
@@ -81,8 +79,8 @@ def _draw_singular_values(axes: Axes, curves: dict[str, Curve], title: str) -> N
         xscale="log",
         yscale="log",
     )
-    _plain_ticks(axes.xaxis)
-    _plain_ticks(axes.yaxis)
+    plain_ticks(axes.xaxis)
+    plain_ticks(axes.yaxis)
     axes.legend(fontsize=8, loc="lower left")
 
 
@@ -102,7 +100,7 @@ def _draw_effective_rank(figure: Figure, cells: Sequence[tuple[int | None, str, 
         axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=str(1 - dark), edgecolor="0.8", linewidth=0.5))
         axes.text(
             x, y, f"{rank:.3g}", ha="center", va="center", fontsize=7, color="white" if dark > 0.5 else "black",
-            gid=_safe(f"cell:{layer}:{family}"),
+            gid=safe(f"cell:{layer}:{family}"),
         )  # fmt: skip
     axes.set(
         title=f"Effective rank: {title}",
@@ -119,18 +117,18 @@ def _line(axes: Axes, at: int, family: str, kind: str, x: Sequence[float], y: Se
     axes.plot(
         x,
         y,
-        color=_shade(at),
+        color=shade(at),
         linestyle=_STYLES[at % len(_STYLES)],
         marker=_MARKERS[at % len(_MARKERS)],
         markevery=(7 * at % 20, 20),
         markersize=4,
         linewidth=1.3,
         label=_label(family),
-        gid=_safe(f"{kind}:{family}"),
+        gid=safe(f"{kind}:{family}"),
     )
 
 
-def _plain_ticks(axis: Axis) -> None:
+def plain_ticks(axis: Axis) -> None:
     """Numbers on a logarithmic axis without mathematical type, which would need its own fonts; some on a short one."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -145,7 +143,7 @@ def _axes(figure: Figure) -> Axes:
     return figure.add_subplot()
 
 
-def _shade(at: int) -> tuple[float, float, float, float]:
+def shade(at: int) -> tuple[float, float, float, float]:
     """Colours whose lightness differs as well, none too light for paper."""
     from matplotlib import colormaps
 
@@ -155,16 +153,17 @@ def _shade(at: int) -> tuple[float, float, float, float]:
 
 def _label(family: str) -> str:
     """A family's name; a leading underscore would hide it from the legend."""
-    name = _safe(family[:60])
+    name = safe(family[:60])
     return f" {name}" if name.startswith("_") else name
 
 
-def _safe(name: str) -> str:
+def safe(name: str) -> str:
     """A stranger's name with what XML cannot hold written out."""
     return visible(name, keep="").encode("utf-8", "backslashreplace").decode()
 
 
-def _svg(fill: Callable[[Figure], None]) -> bytes:
+def svg(fill: Callable[[Figure], None]) -> bytes:
+    """A figure that `fill` draws."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -177,7 +176,7 @@ def _svg(fill: Callable[[Figure], None]) -> bytes:
 
 
 @contextmanager
-def _plain_matplotlib() -> Iterator[None]:
+def plain_matplotlib() -> Iterator[None]:
     """Default settings but for ours, whatever the user's own are; no talk of fonts on stderr."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib

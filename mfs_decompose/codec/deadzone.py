@@ -18,7 +18,7 @@ from mfs_decompose.codec.tree import CodecNode, Json, Part
 from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.linalg.integer_coder import coded_bits, decode_integers, encode_integers, to_buckets
 
-_DEAD = 0.2  # of a step, by which a value must exceed half a step (and each level its edge) before it is coded
+DEAD = 0.2  # of a step, by which a value must exceed half a step (and each level its edge) before it is coded
 _FINE = 256  # reconstruction points lie on this part of a step
 _LARGEST = (1 << 24) - 1
 
@@ -93,7 +93,7 @@ class _Blocks:
 
 def quantise_dead(values: torch.Tensor, step: float) -> torch.Tensor:
     """int64 codes of finite fp32 values: the sign times `floor(|v| / step + 1/2 - dead)`."""
-    size = (values.to(torch.float64).abs() / step + (0.5 - _DEAD)).floor().clamp(max=_LARGEST).to(torch.int64)
+    size = (values.to(torch.float64).abs() / step + (0.5 - DEAD)).floor().clamp(max=_LARGEST).to(torch.int64)
     return torch.where(values < 0, -size, size)
 
 

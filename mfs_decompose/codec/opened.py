@@ -14,6 +14,7 @@ import torch
 from mfs_decompose.codec.base import Delta, Fetch, Rows, matrix_shape
 from mfs_decompose.codec.corrected import open_corrected
 from mfs_decompose.codec.registry import COMPOSED, FITTED, LOSSY, check_node, exact_codec, lossy_codec, open_delta
+from mfs_decompose.codec.shared import Shared
 from mfs_decompose.codec.slices import open_stack
 from mfs_decompose.codec.tree import CodecNode, shown
 from mfs_decompose.errors import ArtifactInvalid
@@ -38,8 +39,10 @@ class _Segment:
 class OpenedTensor:
     """Reads one stored tensor by rows of its first dimension."""
 
-    def __init__(self, node: CodecNode, fetch: Fetch, spec: TensorSpec) -> None:
+    def __init__(self, node: CodecNode, fetch: Fetch, spec: TensorSpec, shared: Shared | None = None) -> None:
         """Open `node`, whose bytes `fetch` reads, as the tensor `spec` of a variant.
+
+        `shared` is the family's delta of its base tensor, if there is one.
 
         Raises:
             ArtifactInvalid: the tree cannot be decoded, or does not fit the tensor.
@@ -47,7 +50,7 @@ class OpenedTensor:
         check_node(node)
         self.spec = spec
         self._key = rounding_key(spec.name)
-        self._segments = _open_segments(node, fetch, spec)
+        self._segments = _open_segments(node, fetch, spec, shared)
 
     @property
     def exact(self) -> bool:
@@ -110,9 +113,9 @@ class OpenedTensor:
         raise AssertionError("rows cross two codecs")
 
 
-def _open_segments(node: CodecNode, fetch: Fetch, spec: TensorSpec) -> list[_Segment]:
+def _open_segments(node: CodecNode, fetch: Fetch, spec: TensorSpec, shared: Shared | None) -> list[_Segment]:
     if node.codec != "rows":
-        return [_open_segment(node, fetch, spec, 0)]
+        return [_open_segment(node, fetch, spec, 0, shared)]
     splits = node.params.get("splits")
     if not isinstance(splits, list) or len(splits) != len(node.children) + 1 or not node.children:
         raise ArtifactInvalid(f"codec 'rows' of {spec.name!r}: its splits do not match its nodes")
@@ -121,15 +124,21 @@ def _open_segments(node: CodecNode, fetch: Fetch, spec: TensorSpec) -> list[_Seg
         found = shown(splits)
         raise ArtifactInvalid(f"codec 'rows' of {spec.name!r}: its splits {found} do not cover {spec.rows} rows")
     return [
-        _open_segment(child, fetch, TensorSpec(spec.name, spec.dtype, (stop - start, *spec.shape[1:])), start)
+        _open_segment(
+            child,
+            fetch,
+            TensorSpec(spec.name, spec.dtype, (stop - start, *spec.shape[1:])),
+            start,
+            None if start else shared,  # it counts from the tensor's first row
+        )
         for child, start, stop in zip(node.children, edges, edges[1:], strict=False)
     ]
 
 
-def _open_segment(node: CodecNode, fetch: Fetch, spec: TensorSpec, start: int) -> _Segment:
+def _open_segment(node: CodecNode, fetch: Fetch, spec: TensorSpec, start: int, shared: Shared | None) -> _Segment:
     stop = start + spec.rows
     if node.codec == "corrected":
-        return _open_corrected(node, fetch, spec, start)
+        return _open_corrected(node, fetch, spec, start, shared)
     if node.codec not in LOSSY:
         if node.codec in COMPOSED:
             raise ArtifactInvalid(f"codec {node.codec!r} of {spec.name!r} cannot stand here")
@@ -141,11 +150,11 @@ def _open_segment(node: CodecNode, fetch: Fetch, spec: TensorSpec, start: int) -
         raise ArtifactInvalid(f"codec {node.codec!r} of {spec.name!r}: expected a matrix of floats, found {found}")
     if stacked:
         return _Segment(start, stop, None, open_stack(node, fetch, lossy_codec(node.codec), spec.rows, shape), shape[0])
-    return _Segment(start, stop, None, open_delta(node, fetch, shape), shape[0] // spec.rows)
+    return _Segment(start, stop, None, open_delta(node, fetch, shape, shared), shape[0] // spec.rows)
 
 
-def _open_corrected(node: CodecNode, fetch: Fetch, spec: TensorSpec, start: int) -> _Segment:
-    child = _open_segment(node.children[0], fetch, spec, 0)
+def _open_corrected(node: CodecNode, fetch: Fetch, spec: TensorSpec, start: int, shared: Shared | None) -> _Segment:
+    child = _open_segment(node.children[0], fetch, spec, 0, shared)
     reader = open_corrected(node, fetch, spec)
 
     def exact(first: int, last: int, base: Rows | None) -> torch.Tensor:

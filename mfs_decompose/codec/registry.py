@@ -10,6 +10,7 @@ from mfs_decompose.errors import ArtifactInvalid
 if TYPE_CHECKING:
     from mfs_decompose.codec.base import Delta, ExactCodec, Fetch, LossyCodec
     from mfs_decompose.codec.direct import DirectCodec
+    from mfs_decompose.codec.shared import Shared
 
 FITTED = ("lowrank", "sparse")
 """Deltas fitted once, of which every prefix is a smaller fit."""
@@ -17,8 +18,8 @@ FITTED = ("lowrank", "sparse")
 DIRECT = ("sign", "ternary", "kbit", "deadzone", "rowsparse")
 """Deltas written straight from their rows."""
 
-LOSSY = (*FITTED, *DIRECT, "banded", "fixed", "sum")
-"""Codecs that give a delta; `sum` adds those below it."""
+LOSSY = (*FITTED, *DIRECT, "banded", "fixed", "shared", "sum")
+"""Codecs that give a delta; `sum` adds those below it, `shared` stands for the family's own."""
 
 EXACT = ("identical", "raw", "lossless")
 """Codecs that give a tensor's own bits."""
@@ -54,8 +55,8 @@ def direct_codec(name: str) -> DirectCodec:
     return next(codec for codec in found if codec.name == name)
 
 
-def open_delta(node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Delta:
-    """Open the delta [O, I] that a tree of LOSSY codecs stores.
+def open_delta(node: CodecNode, fetch: Fetch, shape: tuple[int, int], shared: Shared | None = None) -> Delta:
+    """Open the delta [O, I] that a tree of LOSSY codecs stores; `shared` is what its leaf of that name stands for.
 
     Raises:
         ArtifactInvalid: the tree does not fit the shape.
@@ -63,7 +64,11 @@ def open_delta(node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Delta:
     if node.codec == "sum":
         from mfs_decompose.codec.summed import Summed
 
-        return Summed([open_delta(child, fetch, shape) for child in node.children])
+        return Summed([open_delta(child, fetch, shape, shared) for child in node.children])
+    if node.codec == "shared":
+        from mfs_decompose.codec.shared import open_shared
+
+        return open_shared(shared, shape)
     if node.codec == "banded":
         from mfs_decompose.codec.banded import Banded
 
@@ -105,6 +110,8 @@ def check_node(node: CodecNode) -> None:
         raise ArtifactInvalid("codec 'sum' needs deltas below it, and nothing else")
     if node.codec == "sum" and (terms := _terms(node)) > _MAX_TERMS:
         raise ArtifactInvalid(f"codec 'sum' adds at most {_MAX_TERMS} deltas, found {terms}")
+    if node.codec == "shared" and (node.params or node.parts):
+        raise ArtifactInvalid("codec 'shared' has no parameters and no bytes of its own")
     if node.children and node.codec not in ("rows", "corrected", "sum"):
         raise ArtifactInvalid(f"codec {node.codec!r} has nodes below it, which only a composition may have")
     for child in node.children:

@@ -23,6 +23,7 @@ from mfs_decompose.fidelity.evaluate import measure_drift, save_reference
 from mfs_decompose.fidelity.reference import StoredReference
 from mfs_decompose.fidelity.result import DriftResult
 from mfs_decompose.fidelity.result_log import ResultLog, open_result_log
+from mfs_decompose.fidelity.served_runtime import ServedCandidate, load_served
 from mfs_decompose.fidelity.settings import EvalSettings
 from mfs_decompose.fidelity.text import Corpus
 from mfs_decompose.pipeline.merge_folder import write_merge
@@ -31,6 +32,7 @@ from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, open_check
 from mfs_decompose.source.resolve import open_source
 
 Through = Literal["served", "restored"]
+Engine = Literal["restore", "runtime"]
 
 _MEANING = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """Side files that change what a checkpoint computes."""
@@ -47,7 +49,8 @@ class DriftRequest:
 
     `out` is the file that the caller will write the results to: those of each variant are kept beside it as they are
     measured, and a later run with the same artifact, texts and settings goes on from there. `reference` is a saved
-    one, which stands for the original of its variant; only that one is measured then.
+    one, which stands for the original of its variant; only that one is measured then. `engine` is what answers as
+    served: the runtime, or transformers on a restored fp32 checkpoint.
     """
 
     artifact: Path
@@ -61,6 +64,7 @@ class DriftRequest:
     device: str = "cpu"
     out: Path | None = None
     reference: Path | None = None
+    engine: Engine = "restore"
 
 
 def measure_artifact(request: DriftRequest, progress: ProgressSink) -> tuple[list[DriftResult], str]:
@@ -102,13 +106,20 @@ def measure_artifact(request: DriftRequest, progress: ProgressSink) -> tuple[lis
                 note = f"the {stored.mode} base has no config of its own: figures of the base are left out"
                 progress.note(note, "warning")
                 base = None
+        loaded = None
+        if pending and request.engine == "runtime" and "served" in request.through:
+            loaded = load_served(request.artifact, pending, request.base, request.settings, request.device)
         for number, id in enumerate(pending):
             folder = request.scratch / f"variant-{number}"
             if id in adapters:
                 originals[id] = merged = folder / "original"
                 write_merge(adapters[id], open_checkpoint(request.scratch / "base", "base"), merged, progress)
-            candidates: dict[str, Path] = {kind: folder / kind for kind in request.through}
-            for kind, place in candidates.items():
+            candidates: dict[str, Path | ServedCandidate] = {}
+            for kind in request.through:
+                if kind == "served" and loaded is not None:
+                    candidates[kind] = ServedCandidate.of(loaded, id, folder / kind)
+                    continue
+                candidates[kind] = place = folder / kind
                 restore(request.artifact, [id], place, _OPTIONS[kind], base=request.base, progress=progress)
             results[id] = measure_drift(
                 originals[id], candidates, base, request.corpora, request.settings, id, progress, request.device
@@ -141,6 +152,7 @@ def _binding(request: DriftRequest, digest: str) -> dict[str, Any]:
         "texts": {corpus.name: {**corpus.identity(), "limit": corpus.max_tokens} for corpus in request.corpora},
         "through": list(request.through),
         "version of mfs": __version__,
+        **({} if request.engine == "restore" else {"engine": request.engine}),
     }
 
 

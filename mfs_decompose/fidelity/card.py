@@ -62,6 +62,7 @@ def render_drift_card(family: Family, document: EvalDocument, command: Sequence[
         tool=manifest.tool,
         platform=manifest.platform,
         licences=read_licences(manifest.base, manifest.variants, family.file_bytes),
+        shared=manifest.shared,
     )
     return card + _DRIFT.format(
         rows="\n".join(_row(result) for result in document.results),

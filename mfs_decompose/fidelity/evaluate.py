@@ -19,6 +19,7 @@ from mfs_decompose.fidelity.noise import NoiseFloor, measure_noise, noise_window
 from mfs_decompose.fidelity.reference import StoredReference, write_reference
 from mfs_decompose.fidelity.residency import ModelSize, available_memory, group_rivals, measure_model
 from mfs_decompose.fidelity.result import DriftResult, summarise
+from mfs_decompose.fidelity.served_runtime import ServedCandidate
 from mfs_decompose.fidelity.settings import EvalSettings
 from mfs_decompose.fidelity.text import Corpus
 from mfs_decompose.fidelity.tokenizer import load_encoder
@@ -32,7 +33,7 @@ _Figures = dict[tuple[str, str], TokenFigures]
 
 def measure_drift(
     original: Path | StoredReference,
-    candidates: Mapping[str, Path],
+    candidates: Mapping[str, Path | ServedCandidate],
     base: Path | None,
     corpora: Sequence[Corpus],
     settings: EvalSettings,
@@ -49,7 +50,7 @@ def measure_drift(
 
     Args:
         original: the variant's own checkpoint, or what it answered to the same texts under the same settings.
-        candidates: `served` and `restored` checkpoints to measure.
+        candidates: `served` and `restored` checkpoints to measure; `served` may be a variant of a loaded family.
         base: the base's checkpoint, for `ppl_base`, `kl_base` and `recovered`.
         corpora: text, under unlike names.
         variant: the id that the results carry.
@@ -67,13 +68,13 @@ def measure_drift(
     """
     _check_request(candidates, corpora)
     # Without the original, a candidate's tokenizer is the same: what was saved is of exactly these windows, or refused.
-    own = next(iter(candidates.values())) if isinstance(original, StoredReference) else original
+    own = _folder_of(next(iter(candidates.values()))) if isinstance(original, StoredReference) else original
     encoder = load_encoder(own, settings.bos)
     texts = [tokenize_corpus(corpus, encoder, settings) for corpus in corpora]
-    rivals = {**candidates, **({} if base is None else {_BASE: base})}
+    rivals: dict[str, Path | ServedCandidate] = {**candidates, **({} if base is None else {_BASE: base})}
     groups = group_rivals(
         _size_of(original, settings),
-        {role: measure_model(folder, settings.itemsize) for role, folder in rivals.items()},
+        {role: _size_of(rival, settings) for role, rival in rivals.items()},
         settings,
         available_memory(device),
     )
@@ -134,7 +135,7 @@ def save_reference(
     return write_reference(path, model, texts, settings, about, progress)
 
 
-def _check_request(candidates: Mapping[str, Path], corpora: Sequence[Corpus]) -> None:
+def _check_request(candidates: Mapping[str, object], corpora: Sequence[Corpus]) -> None:
     if not candidates or not corpora:
         raise UsageError(
             "expected a checkpoint to measure and a text to measure it on, found none", hint="pass --text FILE"
@@ -148,7 +149,15 @@ def _check_request(candidates: Mapping[str, Path], corpora: Sequence[Corpus]) ->
         )
 
 
-def _load(folder: Path, role: str, settings: EvalSettings, device: str, progress: ProgressSink) -> LoadedModel:
+def _folder_of(candidate: Path | ServedCandidate) -> Path:
+    return candidate.folder if isinstance(candidate, ServedCandidate) else candidate
+
+
+def _load(
+    folder: Path | ServedCandidate, role: str, settings: EvalSettings, device: str, progress: ProgressSink
+) -> LoadedModel:
+    if isinstance(folder, ServedCandidate):
+        return folder.model(role, settings)
     nbytes = measure_model(folder, settings.itemsize).weight_bytes
     progress.start(f"load {role}", nbytes)
     model = load_model(folder, role, settings, device)
@@ -157,8 +166,8 @@ def _load(folder: Path, role: str, settings: EvalSettings, device: str, progress
     return model
 
 
-def _size_of(original: Path | StoredReference, settings: EvalSettings) -> ModelSize:
-    if isinstance(original, StoredReference):
+def _size_of(original: Path | StoredReference | ServedCandidate, settings: EvalSettings) -> ModelSize:
+    if isinstance(original, StoredReference | ServedCandidate):  # in memory already, or not at all
         return ModelSize(0, original.vocabulary)
     return measure_model(original, settings.itemsize)
 

@@ -25,6 +25,7 @@ from mfs_decompose.artifact.records import (
 )
 from mfs_decompose.artifact.shard import Entry, split_into_shards, write_shard
 from mfs_decompose.artifact.shard_reader import shard_metadata
+from mfs_decompose.artifact.target_record import TargetRecord
 from mfs_decompose.artifact.writer import finish_artifact, store_content
 from mfs_decompose.codec.registry import is_exact
 from mfs_decompose.codec.tree import CodecNode
@@ -33,6 +34,7 @@ from mfs_decompose.pipeline.base_stage import read_pieces
 from mfs_decompose.pipeline.coverage import prove_coverage
 from mfs_decompose.pipeline.encode import Encoded
 from mfs_decompose.pipeline.keep_adapter import keep_adapter
+from mfs_decompose.pipeline.shared_stage import SharedStored
 from mfs_decompose.pipeline.survey import Surveyed
 from mfs_decompose.pipeline.workspace import Workspace
 from mfs_decompose.plan.allocate import Key
@@ -62,12 +64,15 @@ def finish(
     tool: ToolRecord,
     platform: PlatformRecord,
     progress: ProgressSink,
+    shared: SharedStored,
+    target: TargetRecord | None = None,
 ) -> Manifest:
     """Write shards, side files, card and manifest; the workspace is an artifact afterwards.
 
-    `merges` says of each variant that is an adapter what it makes of the base, and reads its own tensors.
+    `merges` says of each variant that is an adapter what it makes of the base, and reads its own tensors. `shared` is
+    what was stored for all, `target` the drift that the pieces were chosen to hold.
     """
-    files = [*base_files]
+    files = [*base_files, *shared.files]
     records: list[VariantRecord] = []
     progress.start("writing shards", sum(piece.encoded.nbytes for piece in pieces.values()))
     for number, (variant, checkpoint) in enumerate(zip(plan.variants, variants, strict=True), start=1):
@@ -81,7 +86,8 @@ def finish(
         else:
             shards, places = _write_shards(workspace, plan, number, own, progress)
         source = _source(workspace, checkpoint, files)
-        records.append(_variant_record(plan, variant, source, shards, places, own, adapter))
+        answered = shared.shares.get(variant.id, 0)
+        records.append(_variant_record(plan, variant, source, shards, places, own, adapter, answered))
         files.extend(shards)
     progress.finish()
     base_record = _base_record(workspace, plan, base, base_files, files)
@@ -95,6 +101,8 @@ def finish(
         variants=records,
         coverage=coverage,
         files=files,
+        shared=shared.record,
+        target=target,
     )
 
 
@@ -139,6 +147,7 @@ def _variant_record(
     places: Mapping[str, Blob],
     pieces: Mapping[str, Piece],
     adapter: AdapterRecord | None,
+    shared_bytes: int,
 ) -> VariantRecord:
     return VariantRecord(
         id=variant.id,
@@ -149,6 +158,7 @@ def _variant_record(
         checkpoint_bytes=variant.checkpoint_bytes,
         bytes=sum(shard.size for shard in shards),
         adapter=adapter,
+        shared_bytes=shared_bytes,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,12 +114,48 @@ def make_mean_base(
     progress: ProgressSink,
 ) -> list[FileRecord]:
     """Average the variants, rounded to the dtype they are stored in, into the artifact's base shards."""
-    readers = [variants[id] for id in sorted(variants)]
-    own_names = {
+    readers, own_names = [variants[id] for id in sorted(variants)], names_of_variants(plan)
+
+    def values(spec: TensorSpec, stop: Stop) -> Iterator[torch.Tensor]:
+        return mean_blocks(own_names, readers, spec, stop)
+
+    return make_base(workspace, plan, units, values, "base: mean", threads, memory, progress)
+
+
+def names_of_variants(plan: Plan) -> dict[tuple[str, str], str]:
+    """What a variant calls a tensor of the base: (variant, base tensor) -> its own name."""
+    return {
         (item.variant, item.base.name): item.name
         for item in plan.items()
         if item.base is not None and item.kind in ("same", "resized")
     }
+
+
+def mean_blocks(
+    own_names: Mapping[tuple[str, str], str],
+    readers: Sequence[TensorReader],
+    spec: TensorSpec,
+    stop: Stop,
+    first: int = 0,
+) -> Iterator[torch.Tensor]:
+    """The mean of a tensor of the base from a row on, in row blocks, in the dtype it is stored in."""
+    for start, end in _blocks(spec):
+        stop.check()
+        rows = partial(_rows_of, own_names, spec.name, first + start, first + end)
+        yield mean_rows(map(rows, readers), torch_dtype(spec.dtype))
+
+
+def make_base(
+    workspace: Workspace,
+    plan: Plan,
+    units: Sequence[BaseUnit],
+    values: Callable[[TensorSpec, Stop], Iterator[torch.Tensor]],
+    stage: str,
+    threads: int,
+    memory: int,
+    progress: ProgressSink,
+) -> list[FileRecord]:
+    """Write what `values` gives of each tensor, in row blocks, into the artifact's base shards."""
 
     def work(unit: BaseUnit, stop: Stop) -> dict[str, str]:
         digests: dict[str, str] = {}
@@ -127,13 +163,11 @@ def make_mean_base(
         with shortage_named(path, size), open(path, "wb") as output:
             for spec in unit.tensors:
                 digest = hashlib.sha256()
-                for start, end in _blocks(spec):
-                    stop.check()
-                    rows = partial(_rows_of, own_names, spec.name, start, end)
-                    data = row_bytes(mean_rows(map(rows, readers), torch_dtype(spec.dtype)))
+                for block in values(spec, stop):
+                    data = row_bytes(block)
                     digest.update(data)
                     output.write(data)
-                    progress.advance((end - start) * spec.row_bytes)
+                    progress.advance(len(data))
                 digests[spec.name] = digest.hexdigest()
         return digests
 
@@ -141,7 +175,7 @@ def make_mean_base(
     names = [base_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     if any(name not in workspace.done.files for name in names):
         workspace.done.base_units = {unit for unit in workspace.done.base_units if workspace.has_base(unit)}
-        _run(workspace, units, work, threads, memory, progress, "base: mean")
+        _run(workspace, units, work, threads, memory, progress, stage)
     places = _places(workspace, units)
     for number, (name, entries) in enumerate(zip(names, shards, strict=True), start=1):
         if name not in workspace.done.files:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mfs_decompose.linalg.bands import Bands
 from mfs_decompose.pipeline.encode import Choice
 from mfs_decompose.pipeline.surveyed import Surveyed
 from mfs_decompose.plan.allocate import Candidate, Key, MatrixKey
-from mfs_decompose.plan.cap import ENTRY_BYTES, Need, check_caps, shard_overhead, smallest_cap
+from mfs_decompose.plan.cap import ENTRY_BYTES, Need, check_caps, check_total, shard_overhead, smallest_cap
+from mfs_decompose.plan.drift import DriftWeights
+from mfs_decompose.plan.mixes import Mix, MixCandidate, corrected
 from mfs_decompose.plan.model import DIRECT, Item, Plan, VariantPlan
-from mfs_decompose.plan.share import BandedCandidate, share_out
+from mfs_decompose.plan.share import ROUNDS, BandedCandidate, as_banded, choose_again, choose_mixes, share_out
+
+Sizes = Callable[[Mapping[Key, Choice]], Mapping[Key, int]]
+"""Finds out how many bytes items take whose size no plan can know: those that are entropy-coded."""
+
+_LEFT = 1 / 1000  # of a budget, which may stay unused where nothing is left that fits into the last bytes
 
 
-def choose_all(plan: Plan, surveyed: Mapping[Key, Surveyed]) -> dict[Key, Choice]:
+def choose_all(
+    plan: Plan, surveyed: Mapping[Key, Surveyed], weights: Mapping[str, DriftWeights], sizes: Sizes
+) -> dict[Key, Choice]:
     """How every item is stored: identical, alias, exact, or lossy at a size that keeps its variant under its cap.
+
+    `weights` say for each variant how much drift a unit of missing energy makes, where.
 
     Raises:
         UsageError: what must be exact exceeds the budget of a variant.
@@ -26,34 +37,69 @@ def choose_all(plan: Plan, surveyed: Mapping[Key, Surveyed]) -> dict[Key, Choice
     for variant in plan.variants:
         own = [items[key] for key in sorted(items) if key[0] == variant.id]
         settled[variant.id] = _settle(own, surveyed)
-        if variant.cap is not None:
+        cap = variant.cap if plan.total_cap is None or variant.adapter else plan.total_cap
+        if cap is not None:
             exact, entries = _exact(own, settled[variant.id], surveyed)
             least = smallest_cap(exact, entries, plan.recipe.output.shard_size)
-            needs.append(Need(variant.id, variant.checkpoint_bytes, variant.cap, least, least))
+            needs.append(Need(variant.id, variant.checkpoint_bytes, cap, least, least))
     if plan.recipe.objective.budget is not None:
         check_caps(needs, plan.recipe.objective.budget)
+    if plan.recipe.objective.budget_total is not None and plan.total_cap is not None:
+        check_total(needs, plan.recipe.objective.budget_total)
     choices: dict[Key, Choice] = {}
-    for variant in plan.variants:
-        own = [items[key] for key in sorted(items) if key[0] == variant.id]
-        choices.update(_share_out(plan, variant, own, settled[variant.id], surveyed))
+    for group in _groups(plan):
+        own = [items[key] for key in sorted(items) if key[0] in {variant.id for variant in group}]
+        found = {key: choice for variant in group for key, choice in settled[variant.id].items()}
+        cap = group[0].cap if len(group) == 1 and plan.total_cap is None else plan.total_cap
+        cap = None if group[0].adapter else cap
+        choices.update(_share_out(plan, cap, own, found, surveyed, weights, sizes))
     return choices
 
 
+def _groups(plan: Plan) -> list[tuple[VariantPlan, ...]]:
+    """Variants that share a cap: each by itself, or all that are no adapters."""
+    if plan.total_cap is None:
+        return [(variant,) for variant in plan.variants]
+    together = tuple(variant for variant in plan.variants if not variant.adapter)
+    return [*([together] if together else []), *((variant,) for variant in plan.variants if variant.adapter)]
+
+
 def _share_out(
-    plan: Plan, variant: VariantPlan, own: list[Item], found: dict[Key, Choice], surveyed: Mapping[Key, Surveyed]
+    plan: Plan,
+    cap: int | None,
+    own: list[Item],
+    found: dict[Key, Choice],
+    surveyed: Mapping[Key, Surveyed],
+    weights: Mapping[str, DriftWeights],
+    sizes: Sizes,
 ) -> dict[Key, Choice]:
-    """Give what is left of the cap to the items that are not settled."""
+    """Give what is left of a cap to the items that are not settled; `own` are those of all variants that share it."""
     open_items = [item for item in own if item.key not in found]
     steps: dict[MatrixKey, int] = {}
     bands: dict[Key, Bands] = {}
-    if variant.cap is not None:
-        exact, entries = _exact(own, found, surveyed)
-        left = variant.cap - exact - shard_overhead(entries, variant.cap, plan.recipe.output.shard_size)
+    if cap is not None:
+        left = cap
+        for variant in sorted({item.variant for item in own}):
+            exact, entries = _exact([item for item in own if item.variant == variant], found, surveyed)
+            left -= exact + shard_overhead(entries, cap, plan.recipe.output.shard_size)
         left -= _stack_entries(open_items, surveyed)
         sized = [item for item in open_items if not item.fixed and item.codec != "banded"]
         candidates = [one for item in sized for one in _candidates(item, surveyed[item.key])]
-        banded = {item.key: _banded(item, surveyed[item.key]) for item in open_items if item.codec == "banded"}
-        steps, bands = share_out(candidates, banded, left)
+        fixed = {
+            item.key: _banded(item, surveyed[item.key])
+            for item in open_items
+            if item.codec == "banded" and not item.auto
+        }
+        mixes = {
+            item.key: mix_candidate(item, surveyed[item.key], weights.get(item.variant, DriftWeights()).of(item.name))
+            for item in open_items
+            if item.auto
+        }
+        coded, taken_bytes = _choose_coded(candidates, fixed, mixes, left, sizes)
+        found = found | coded
+        banded = fixed | {key: as_banded(one) for key, one in mixes.items() if key not in coded}
+        steps, bands = share_out(candidates, banded, left - taken_bytes)
+        open_items = [item for item in open_items if item.key not in coded]
     chosen = dict(found)
     for item in open_items:
         if item.codec == "banded":
@@ -63,6 +109,62 @@ def _share_out(
         taken = [steps.get((*item.key, at), most) for at, most in enumerate(fitted)]
         chosen[item.key] = Choice(item.codec, sum(taken), slices=tuple(taken) if item.stacked else ())
     return chosen
+
+
+def _choose_coded(
+    steps: list[Candidate],
+    fixed: Mapping[Key, BandedCandidate],
+    mixes: Mapping[Key, MixCandidate],
+    budget: int,
+    sizes: Sizes,
+) -> tuple[dict[Key, Choice], int]:
+    """The open items whose bytes only coding tells, and what those take, headers included: never more than `budget`.
+
+    Curves foretell bytes to about a percent, unless a sample misses what a tensor is like. So what was chosen is sized,
+    and chosen again for what that says, until it fits and, should nothing else be there to take the last bytes, hardly
+    any are left.
+    """
+    best: tuple[dict[Key, Choice], int] = ({}, 0)
+    known, least = dict(mixes), _LEFT / 4 * budget
+    margin = least
+    picked = choose_mixes(steps, fixed, known, budget - margin)
+    for turn in range(1, ROUNDS + 1):
+        coded = {key: _coded_choice(mix) for key, mix in picked.items() if mix.sized}
+        if not coded:
+            break
+        found = sizes(coded)
+        over = sum(found[key] + mixes[key].entry_bytes for key in coded) - budget
+        if best[1] <= over + budget <= budget:
+            best = (coded, over + budget)
+            others = bool(steps or fixed or len(coded) < len(mixes))
+            if others or -over <= _LEFT * budget or all(mix.exact for mix in picked.values()):
+                break
+        known = {key: corrected(one, picked[key], found[key]) if key in found else one for key, one in known.items()}
+        # Where nothing has fitted yet, the last turn must: better some bytes left than no coding at all.
+        margin = max(margin + over * (2.0 if turn == ROUNDS - 1 and not best[0] else 0.25), least)
+        picked = choose_again(steps, fixed, known, picked, budget - margin)
+    return best
+
+
+def _coded_choice(mix: Mix) -> Choice:
+    if mix.exact:
+        return Choice("lossless")
+    return Choice("banded", sum(mix.bands), bands=mix.bands, rest_step=mix.step)
+
+
+def mix_candidate(item: Item, facts: Surveyed, weight: float) -> MixCandidate:
+    """What allocation knows of a banded or open item, at a weight of its missing energy."""
+    assert item.matrix is not None
+    found = facts.open
+    return MixCandidate(
+        shape=item.matrix,
+        energy=facts.energy if found is None else found.energy,
+        explained=facts.explained,
+        curves=() if found is None else found.curves,
+        exact_bytes=None if found is None else found.exact_bytes,
+        entry_bytes=0 if item.beside_bytes else ENTRY_BYTES,
+        weight=weight,
+    )
 
 
 def _stack_entries(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> int:
@@ -108,7 +210,14 @@ def _holders(items: list[Item], surveyed: Mapping[Key, Surveyed]) -> dict[Key, s
     alike: dict[tuple[object, ...], list[Item]] = defaultdict(list)
     for item in items:
         if item.spec.nbytes and item.codec != "adapter":
-            how = (item.codec, tuple(sorted(item.params.items())), item.options, item.residual, item.keep_exact)
+            how = (
+                item.codec,
+                item.auto,
+                tuple(sorted(item.params.items())),
+                item.options,
+                item.residual,
+                item.keep_exact,
+            )
             alike[surveyed[item.key].sha256, item.spec.dtype, item.spec.shape, how].append(item)
     holders: dict[Key, str] = {}
     for equal in alike.values():

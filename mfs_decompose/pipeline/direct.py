@@ -6,7 +6,6 @@ from typing import BinaryIO
 
 import torch
 
-from mfs_decompose.base_extraction import delta_rows
 from mfs_decompose.codec.base import Emit, Fetch, matrix_shape
 from mfs_decompose.codec.corrected import encode_corrected, with_child
 from mfs_decompose.codec.direct import Context, DeltaRows
@@ -22,7 +21,7 @@ from mfs_decompose.source.header import TensorSpec
 
 def encode_direct(item: Item, sources: Sources, sink: BinaryIO | CountingSink) -> CodecNode:
     """Write the delta of the common rows to `sink`; the arrays begin at offset 0."""
-    shape, delta, context = _matrix(item, sources)
+    shape, delta, context = delta_matrix(item, sources)
     codec = direct_codec(item.codec)
     return codec.encode(delta, shape, dict(item.options), emit_to(sink), context=context)
 
@@ -30,9 +29,10 @@ def encode_direct(item: Item, sources: Sources, sink: BinaryIO | CountingSink) -
 def add_residual(item: Item, node: CodecNode, sources: Sources, fetch: Fetch, sink: BinaryIO) -> CodecNode:
     """Write what `node`, whose bytes `fetch` reads, leaves of the delta, behind it."""
     assert item.residual is not None
-    shape, delta, context = _matrix(item, sources)
+    shape, delta, context = delta_matrix(item, sources)
     name, options = item.residual
     first = open_delta(node, fetch, shape)
+    # The shared delta, if any, is out of `delta` already.
     rest = encode_residual(delta, shape, first, direct_codec(name), dict(options), emit_to(sink), context=context)
     return sum_node((node, rest))
 
@@ -45,7 +45,7 @@ def add_correction(
     own, base = sources.own(item), sources.of_base(item)
     assert base is not None
     spec = TensorSpec(item.name, item.spec.dtype, (end - first, *item.spec.shape[1:]))
-    opened = OpenedTensor(node, fetch, spec)
+    opened = OpenedTensor(node, fetch, spec, sources.shared.get(item.key))
 
     def delta(start: int, stop: int) -> torch.Tensor:
         found = opened.delta(start, stop)
@@ -62,19 +62,20 @@ def add_correction(
     return with_child(corrected, node)
 
 
-def _matrix(item: Item, sources: Sources) -> tuple[tuple[int, int], DeltaRows, Context]:
+def delta_matrix(item: Item, sources: Sources) -> tuple[tuple[int, int], DeltaRows, Context]:
     """The delta of the common rows, and their base, as the matrix that a codec sees."""
     shape = matrix_shape(item.common.shape)
     own, base = sources.own(item), sources.of_base(item)
     assert shape is not None and base is not None
     scale, columns = shape[0] // item.common.rows, shape[1]
+    rest = sources.delta_of(item)
 
     def whole(start: int, stop: int) -> tuple[int, int]:
         return start // scale, -(-stop // scale)
 
     def delta(start: int, stop: int) -> torch.Tensor:
         first, last = whole(start, stop)
-        found = delta_rows(own(first, last), base(first, last)).reshape(-1, columns)
+        found = rest(first, own(first, last), base(first, last)).reshape(-1, columns)
         return found[start - first * scale : stop - first * scale]
 
     def below(start: int, stop: int) -> torch.Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from mfs_decompose.base_extraction import delta_rows
@@ -13,6 +14,7 @@ from mfs_decompose.codec.arrays import tensor_bytes
 from mfs_decompose.codec.banded_fit import encode_bands
 from mfs_decompose.codec.base import DECODE_ELEMENTS
 from mfs_decompose.codec.opened import OpenedTensor
+from mfs_decompose.codec.shared import with_shared
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.codec.truncate import truncate
 from mfs_decompose.errors import SourceIncompatible
@@ -20,12 +22,12 @@ from mfs_decompose.linalg.bands import Bands
 from mfs_decompose.linalg.sums import squared_norm
 from mfs_decompose.pipeline.direct import add_correction, add_residual, emit_to, encode_direct, reader_at
 from mfs_decompose.pipeline.encode_stack import copy_ranges, encode_stack
-from mfs_decompose.pipeline.exact import encode_exact, join_rows, splits_of
+from mfs_decompose.pipeline.exact import CountingSink, encode_exact, join_rows, splits_of
 from mfs_decompose.pipeline.merge_items import merge_node, restored_digest
 from mfs_decompose.pipeline.reading import Advance, Sources, row_blocks
 from mfs_decompose.pipeline.scheduler import Stop
 from mfs_decompose.pipeline.surveyed import Surveyed
-from mfs_decompose.plan.model import Item
+from mfs_decompose.plan.model import Item, Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Choice:
     """What allocation decided for one item: `codec` is identical, alias (of the tensor `of`), lossy or exact.
 
     Of a stack with fits, `slices` are the steps of each matrix, and `steps` is their sum. Of banded factors, `bands`
-    are the directions at each width.
+    are the directions at each width; `rest_step` is the step of the dead zone that codes what they leave, if any.
     """
 
     codec: str
@@ -41,6 +43,7 @@ class Choice:
     of: str | None = None
     slices: tuple[int, ...] = ()
     bands: Bands = ()
+    rest_step: float = 0.0
 
     def costs_nothing(self, item: Item) -> bool:
         """Whether the item needs no bytes, and need not be read again."""
@@ -88,18 +91,33 @@ class Encoder:
         if choice.codec == "adapter":
             restored = restored_digest(item, self.sources, self.advance, stop)
             return Encoded(merge_node(item).to_json(), offset, 0, 0.0, restored)
-        if choice.codec in ("lossless", "raw", "lora-exact"):
-            node = encode_exact(item, choice.codec, self.sources, output)
-        elif choice.codec == "identical":
-            node = join_rows(CodecNode("identical"), item, self.sources.own(item), output)
-        else:
-            node = self._lossy(item, surveyed, choice, fits, output)
-            node = join_rows(node, item, self.sources.own(item), output)
+        node = self.write(item, surveyed, choice, fits, output)
         nbytes = output.tell() - offset
         assert nbytes == node.nbytes, f"{item.key}: wrote {nbytes} bytes, the tree says {node.nbytes}"
         error, restored = self._measure(item, surveyed, node, output, offset, stop)
         output.seek(offset + nbytes)
         return Encoded(node.to_json(), offset, nbytes, error, restored)
+
+    def write(
+        self, item: Item, surveyed: Surveyed, choice: Choice, fits: BinaryIO | None, output: BinaryIO
+    ) -> CodecNode:
+        """Write an item's bytes and say how they are to be read; arrays begin at offset 0."""
+        if choice.codec in ("lossless", "raw", "lora-exact"):
+            return encode_exact(item, choice.codec, self.sources, output)
+        if choice.codec == "identical":
+            node = CodecNode("identical")
+        else:
+            node = self._lossy(_as_chosen(item, choice), surveyed, choice, fits, output)
+        return join_rows(node, item, self.sources.own(item), output)
+
+    def size(self, item: Item, surveyed: Surveyed, choice: Choice, fits: BinaryIO | None) -> int:
+        """Bytes that an item would take beside those it has anyway (`Item.beside_bytes`); nothing is written."""
+        if choice.codec == "lossless":
+            counted = CountingSink()
+            encode_exact(item, "lossless", self.sources, counted)
+            return counted.tell() - item.tail_bytes
+        bare = replace(_as_chosen(item, choice), keep_exact=False)
+        return self._lossy(bare, surveyed, choice, fits, io.BytesIO()).nbytes
 
     def _lossy(
         self, item: Item, surveyed: Surveyed, choice: Choice, fits: BinaryIO | None, output: BinaryIO
@@ -121,6 +139,8 @@ class Encoder:
                 copy_ranges(fits, surveyed.offset, ranges, output)
         if item.residual is not None:
             node = add_residual(item, node, self.sources, fetch, output)
+        if item.key in self.sources.shared:
+            node = with_shared(node)
         if item.keep_exact:
             node = add_correction(item, node, (0, item.common_rows), self.sources, fetch, output)
         return node
@@ -130,7 +150,7 @@ class Encoder:
     ) -> tuple[float, str]:
         """Decode what was written: ||decoded - delta||^2 as served, and the digest of the default restore."""
 
-        opened = OpenedTensor(node, reader_at(output, offset), item.spec)
+        opened = OpenedTensor(node, reader_at(output, offset), item.spec, self.sources.shared.get(item.key))
         own_rows, base_rows = self.sources.own(item), self.sources.of_base(item)
         original, restored = hashlib.sha256(), hashlib.sha256()
         errors: list[float] = []
@@ -156,3 +176,13 @@ class Encoder:
             )
         assert not opened.exact or original.digest() == restored.digest(), f"{item.key}: not exact"
         return math.fsum(errors), restored.hexdigest()
+
+
+def _as_chosen(item: Item, choice: Choice) -> Item:
+    """The item with the dead zone that allocation has put above its bands, or in their place."""
+    if not choice.rest_step:
+        return item
+    options: Options = (("step", choice.rest_step),)
+    if not sum(choice.bands):
+        return replace(item, codec="deadzone", options=options)
+    return replace(item, residual=("deadzone", options))

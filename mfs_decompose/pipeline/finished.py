@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 from mfs_decompose.artifact.reader import Family, read_run_record
 from mfs_decompose.artifact.records import SourceRecord, source_digests
 from mfs_decompose.events import ProgressSink
 from mfs_decompose.pipeline.prepare import Prepared
 from mfs_decompose.pipeline.request import DecomposeRequest
+from mfs_decompose.plan.weigh import PLAIN
 from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, read_sidecar
 
 
@@ -31,7 +33,9 @@ def matches_finished(
     plan = prepared.plan
     same = (
         manifest.recipe == plan.recipe.canonical()
-        and (manifest.base.mode, manifest.base.store) == (plan.base_mode, plan.base_store)
+        and manifest.base.mode in ((plan.base_mode, PLAIN[plan.base_mode]) if plan.base_auto else (plan.base_mode,))
+        and manifest.base.store == plan.base_store
+        and (None if manifest.target is None else manifest.target.measured_on) == _measured_on(request)
         and manifest.platform.model_dump() == dict(platform)
         and manifest.tool.model_dump() == dict(tool)
         and [variant.id for variant in manifest.variants] == [variant.id for variant in prepared.variants]
@@ -46,6 +50,12 @@ def matches_finished(
         digests = {name: tensor.sha256 for name, tensor in manifest.base.tensors.items()}
         pairs.append((prepared.base, manifest.base.source, digests))
     return all(_same_source(*pair, stats, progress) for pair in pairs)
+
+
+def _measured_on(request: DecomposeRequest) -> dict[str, Any] | None:
+    if request.recipe.objective.target is None or request.gauges is None:
+        return None
+    return dict(request.gauges.identity)
 
 
 def _same_source(

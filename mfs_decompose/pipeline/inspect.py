@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from mfs_decompose.artifact.card import codec_counts
 from mfs_decompose.artifact.layout import CONTENT_FOLDER
 from mfs_decompose.artifact.manifest import Manifest
 from mfs_decompose.artifact.reader import Family
-from mfs_decompose.artifact.records import VariantRecord
+from mfs_decompose.artifact.records import VariantRecord, relative_error
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.linalg.bands import WIDTHS
 from mfs_decompose.pipeline.inspect_settings import read_settings
@@ -26,6 +27,7 @@ def inspect(artifact: Path) -> dict[str, Any]:
         "artifact_digest": digest,
         "base": {"mode": manifest.base.mode, "store": manifest.base.store, "bytes": manifest.base.bytes},
         "variants": [_variant(manifest, variant) | settings[variant.id] for variant in manifest.variants],
+        **_shared(manifest),
         "total_bytes": manifest.total_bytes,
         "files_bytes": manifest_bytes + _side_bytes(manifest),
         "coverage": _coverage(manifest),
@@ -78,7 +80,7 @@ def _variant(manifest: Manifest, variant: VariantRecord) -> dict[str, Any]:
         "id": variant.id,
         "footprint": variant.footprint,
         "bytes": variant.bytes,
-        "shared_bytes": 0,
+        "shared_bytes": variant.shared_bytes,
         "checkpoint_bytes": variant.checkpoint_bytes,
         "files_bytes": sum(manifest.files[f"{CONTENT_FOLDER}/{digest}"].size for digest in own),
         "codecs": codec_counts(variant),
@@ -89,6 +91,14 @@ def _variant(manifest: Manifest, variant: VariantRecord) -> dict[str, Any]:
         "missing": len(variant.missing),
         "left_out": list(variant.source.left_out),
     }
+
+
+def _shared(manifest: Manifest) -> dict[str, Any]:
+    if manifest.shared is None:
+        return {}
+    found = manifest.shared
+    energy, error = (math.fsum(getattr(one, key) for one in found.tensors.values()) for key in ("energy", "error"))
+    return {"shared": {"bytes": found.bytes, "tensors": len(found.tensors), "rel_error": relative_error(energy, error)}}
 
 
 def _correction_bytes(node: CodecNode) -> int:

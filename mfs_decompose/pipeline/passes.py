@@ -39,7 +39,7 @@ class Job:
             self.sources,
             recipe.seed,
             self.device,
-            recipe.objective.budget is not None,
+            recipe.objective.capped,
             self.sink.advance,
             self.workspace.done.base_digests,
         )
@@ -74,7 +74,7 @@ def encode_all(job: Job, surveyed: Mapping[Key, Surveyed], choices: Mapping[Key,
     encoder = Encoder(job.sources, job.sink.advance)
 
     def work(unit: Unit, stop: Stop) -> list[Encoded]:
-        fits, blobs = _fits(job, unit, surveyed, stop), job.workspace.blobs_path(unit.number)
+        fits, blobs = fits_of(job, unit, surveyed, stop), job.workspace.blobs_path(unit.number)
         with (
             shortage_named(blobs, sum(item.spec.nbytes for item in unit.items)),
             open(fits, "rb") if fits else nullcontext() as source,
@@ -98,8 +98,8 @@ def encode_all(job: Job, surveyed: Mapping[Key, Surveyed], choices: Mapping[Key,
     }
 
 
-def _fits(job: Job, unit: Unit, surveyed: Mapping[Key, Surveyed], stop: Stop) -> Path | None:
-    """The fits that pass 2 of a unit needs, made again where scratch has lost them."""
+def fits_of(job: Job, unit: Unit, surveyed: Mapping[Key, Surveyed], stop: Stop) -> Path | None:
+    """The fits that a unit is encoded from, made again where scratch has lost them."""
     if all(surveyed[item.key].fit is None for item in unit.items):
         return None
     path = job.workspace.fits_path(unit.number)

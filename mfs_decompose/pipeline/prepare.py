@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 from mfs_decompose.artifact.atomic import require_writable
 from mfs_decompose.artifact.layout import MANIFEST, RESERVED_IDS, is_variant_id
 from mfs_decompose.errors import OutputBusy, ResourceShortage, UsageError
 from mfs_decompose.events import ProgressSink
+from mfs_decompose.pipeline.base_choice import GIVEN, choose_base, say_base, settle_plan
 from mfs_decompose.pipeline.merged import merged_variants, require_no_adapter, require_whole, resolve_adapters, say_kept
 from mfs_decompose.pipeline.planned import PlannedRequest
 from mfs_decompose.pipeline.request import DecomposeRequest
@@ -42,6 +42,8 @@ class Prepared:
     alignment: Alignment
     plan: Plan
     estimate: Estimate
+    start: Checkpoint | None
+    """Where a refined base may start from."""
     merges: Mapping[str, Merge]
     """Of each variant that is an adapter, what it makes of the base."""
 
@@ -49,7 +51,7 @@ class Prepared:
     def notes(self) -> tuple[str, ...]:
         """Facts that a user would want to know."""
         of_adapters = (f"{id}: {note}" for id, merge in self.merges.items() for note in merge.notes)
-        return (*of_adapters, *say_kept(self.plan))
+        return (*of_adapters, *say_kept(self.plan), *say_base(self.plan))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -76,9 +78,13 @@ def prepare(request: DecomposeRequest, progress: ProgressSink | None = None, *, 
     if saved is not None:
         check_sources(saved, base, variants)
     check_output(request, [*variants, *([base] if base is not None else [])])
-    mode, store = _base_choice(request.recipe, base) if saved is None else (saved.base_mode, saved.base_store)
-    quantised = tuple(describe_quantised(base if mode == "known" else None, variants))
-    if base is not None and mode == "known":
+    if saved is None:
+        mode, store, auto = choose_base(request.recipe, base, variants)
+    else:
+        mode, store, auto = saved.base_mode, saved.base_store, saved.base_auto
+    quantised = tuple(describe_quantised(base if mode in GIVEN else None, variants))
+    start = base if mode == "refined" else None
+    if base is not None and mode in GIVEN:
         merges = resolve_adapters(variants, base)
         tensors = {name: info.spec for name, info in base.tensors.items()}
         merged = merged_variants(variants, merges)
@@ -88,11 +94,11 @@ def prepare(request: DecomposeRequest, progress: ProgressSink | None = None, *, 
         base, merges = None, {}
         tensors, alignment = align_mean(variants, heads=open_heads(None, variants))
     alignment = replace(alignment, notes=(*alignment.notes, *quantised))
-    plan = build_plan(request.recipe, alignment, variants, tensors, mode, store, merges)
+    plan = settle_plan(build_plan(request.recipe, alignment, variants, tensors, mode, store, merges), auto=auto)
     estimated = estimate(plan, base, variants, thread_count(request))
     if saved is not None:
-        check_outcome(saved, summarise(plan, estimated, base, variants, request.out))
-    return Prepared(base, variants, alignment, plan, estimated, merges)
+        check_outcome(saved, summarise(plan, estimated, base, variants, request.out, start))
+    return Prepared(base, variants, alignment, plan, estimated, start, merges)
 
 
 def check_ids(request: DecomposeRequest) -> None:
@@ -189,22 +195,3 @@ def check_disk(request: DecomposeRequest, estimated: Estimate, written: int) -> 
             f"the run needs {format_bytes(needed)} of disk at {place}, and {format_bytes(free)} is free",
             hint="Free some space, choose another --out, or use --base-store reference.",
         )
-
-
-def _base_choice(
-    recipe: Recipe, base: Checkpoint | None
-) -> tuple[Literal["known", "mean"], Literal["copy", "reference", "hardlink"]]:
-    mode = recipe.base.mode
-    if mode == "auto":
-        mode = "mean" if base is None else "known"
-    if mode == "known" and base is None:
-        raise UsageError("the base mode 'known' needs a base, found none", hint="Add --base FOLDER.")
-    # A pinned commit of the Hub can be had again by anyone; a folder of this machine cannot.
-    remote = mode == "known" and base is not None and base.repo is not None
-    automatic: Literal["copy", "reference"] = "reference" if remote else "copy"
-    store = automatic if recipe.base.store == "auto" else recipe.base.store
-    if mode == "mean" and store != "copy":
-        raise UsageError(
-            f"a mean base exists nowhere else, so it cannot be stored by {store}", hint="Leave --base-store out."
-        )
-    return mode, store

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
 from mfs_decompose.base_extraction import delta_rows
 from mfs_decompose.codec.base import Rows, block_rows
+from mfs_decompose.codec.shared import Shared
+from mfs_decompose.plan.allocate import Key
 from mfs_decompose.plan.model import Item
 from mfs_decompose.plan.units import ROW_BLOCK_ELEMENTS
 from mfs_decompose.source.checkpoint import TensorReader
 
 Advance = Callable[[int], None]
 
+DeltaOf = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes the first row, a variant's rows and the base's, and gives the delta that a codec is to store, fp32."""
+
 
 @dataclass(frozen=True)
 class Sources:
-    """Readers of the base as stored and of every variant."""
+    """Readers of the base as stored and of every variant, and the shared deltas that items build on."""
 
     base: TensorReader
     variants: Mapping[str, TensorReader]
+    shared: Mapping[Key, Shared] = field(default_factory=dict)
 
     @property
     def bytes_read(self) -> int:
@@ -41,15 +47,29 @@ class Sources:
         name = item.base.name
         return lambda start, stop: self.base.rows(name, start, stop)
 
+    def delta_of(self, item: Item) -> DeltaOf:
+        """What is left of an item's delta for its codec: all of it, or what its shared delta leaves."""
+        shared = self.shared.get(item.key)
+        if shared is None:
+            return lambda start, own, base: delta_rows(own, base)
+        opened, scale = shared.open(), shared.shape[0] // (item.base.rows if item.base is not None else 1)
+
+        def rest(start: int, own: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+            known = opened.rows(start * scale, (start + own.shape[0]) * scale).reshape(own.shape)
+            return (own.to(torch.float64) - base.to(torch.float64) - known).to(torch.float32)
+
+        return rest
+
     def delta_blocks(self, item: Item, advance: Advance) -> Iterator[tuple[int, torch.Tensor]]:
         """The delta of the common rows in row blocks, as the matrix a codec sees: (first matrix row, fp32 rows)."""
         own, base = self.own(item), self.of_base(item)
         assert base is not None and item.matrix is not None
         scale, columns = item.matrix[0] // item.common.rows, item.matrix[1]
+        delta = self.delta_of(item)
         step = block_rows(item.common, ROW_BLOCK_ELEMENTS)
         for start in range(0, item.common_rows, step):
             stop = min(start + step, item.common_rows)
-            yield start * scale, delta_rows(own(start, stop), base(start, stop)).reshape(-1, columns)
+            yield start * scale, delta(start, own(start, stop), base(start, stop)).reshape(-1, columns)
             advance((stop - start) * (item.spec.row_bytes + _row_bytes(item)))
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mfs_decompose.artifact.target_record import TargetRecord
+from mfs_decompose.pipeline.gauge import Gauges
 from mfs_decompose.recipe.schema import Recipe
 
 
@@ -27,6 +29,10 @@ class DecomposeRequest:
     resume: bool = True
     overwrite: bool = False
     argv: tuple[str, ...] = ()
+    calibrate: Gauges | None = None
+    """Measures drift on the text that weights of drift are to be fitted on."""
+    gauges: Gauges | None = None
+    """Measures drift on the text that a target is to hold on."""
 
 
 @dataclass(frozen=True)
@@ -58,3 +64,5 @@ class DecomposeReport:
     stages: Mapping[str, float] = field(default_factory=dict)
     bytes_read: int = 0
     resumed_units: int = 0
+    target: TargetRecord | None = None
+    """What a target asked for, and by id what was measured."""

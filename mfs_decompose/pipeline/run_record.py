@@ -21,8 +21,12 @@ def write_run(
     stages: Mapping[str, float],
     bytes_read: int,
     resumed_units: int,
+    trials: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> None:
-    """Write when, how long, from where: later commands try these places, and let digests decide."""
+    """Write when, how long, from where: later commands try these places, and let digests decide.
+
+    `trials` are, by variant, the sizes that were measured for a target.
+    """
     base = prepared.base
     write_run_record(
         folder,
@@ -39,7 +43,8 @@ def write_run(
                 "variants": {variant.id: variant.pinned for variant in prepared.variants},
             },
             "stats": _stats(prepared),
-        },
+        }
+        | ({"target": {id: list(tried) for id, tried in trials.items()}} if trials is not None else {}),
     )
 
 

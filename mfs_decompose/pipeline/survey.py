@@ -25,6 +25,7 @@ from mfs_decompose.pipeline.direct import encode_direct
 from mfs_decompose.pipeline.exact import CountingSink, encode_exact, encode_rows
 from mfs_decompose.pipeline.merge_items import survey_merged
 from mfs_decompose.pipeline.reading import Advance, Sources, row_blocks
+from mfs_decompose.pipeline.rests import survey_open
 from mfs_decompose.pipeline.scheduler import Stop
 from mfs_decompose.pipeline.stack import StackSurveyor
 from mfs_decompose.pipeline.surveyed import Surveyed, fit_bytes, slice_runs
@@ -75,10 +76,13 @@ class Surveyor:
             identical = item.comparable_bits and torch.equal(raw[:common], base_raw[:common])
             own = raw.view(torch_dtype(item.spec.dtype)).reshape(item.spec.shape)
             base = base_raw.view(torch_dtype(item.base.dtype)).reshape(item.base.shape)
-            delta = delta_rows(own[: item.common_rows], base[: item.common_rows]).reshape(item.matrix)
+            own_common, base_common = own[: item.common_rows], base[: item.common_rows]
+            delta = delta_rows(own_common, base_common).reshape(item.matrix)
             surveyed, fits = _describe(item, hashlib.sha256(raw.numpy().data).hexdigest(), identical, own, delta)
             found.append(surveyed)
             if fits:
+                if item.key in self.sources.shared:
+                    delta = self.sources.delta_of(item)(0, own_common, base_common).reshape(item.matrix)
                 deltas.append(delta)
                 chosen.append(at)
         if chosen:
@@ -160,6 +164,7 @@ class Surveyor:
             explained=tuple(fit.energy.tolist()),
             fit=node.to_json(),
             offset=offset,
+            open=survey_open(item, fit, self.sources) if item.auto else None,
         )
 
     def _force(self, item: Item, surveyed: Surveyed) -> Surveyed:

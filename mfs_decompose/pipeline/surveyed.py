@@ -11,12 +11,33 @@ from mfs_decompose.codec.arrays import head_parts
 from mfs_decompose.codec.base import Fit
 from mfs_decompose.codec.registry import lossy_codec
 from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.linalg.dead_curve import DeadCurve
 from mfs_decompose.linalg.shapes import GROUP
 from mfs_decompose.plan.model import Item
 
 SliceState = Literal["identical", "exact", "fitted"]
 Slice = Literal["identical", "exact"] | tuple[float, ...]
 """A slice of a stack: the base's bits, to be stored exactly, or fitted: what each step explains."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFacts:
+    """Of an item whose codec allocation chooses: `energy` of the delta that was fitted, (rank, curve of the rest beyond
+    that many directions), and about how many bytes all bits would take.
+    """
+
+    energy: float
+    curves: tuple[tuple[int, DeadCurve], ...]
+    exact_bytes: float
+
+    def to_json(self) -> list[Any]:
+        return [self.energy, self.exact_bytes, [[rank, [*c.bits], [*c.error]] for rank, c in self.curves]]
+
+    @classmethod
+    def from_json(cls, document: Sequence[Any]) -> OpenFacts:
+        energy, exact, curves = document
+        found = tuple((rank, DeadCurve(tuple(bits), tuple(error))) for rank, bits, error in curves)
+        return cls(energy, found, exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +65,7 @@ class Surveyed:
     offset: int = 0
     slices: tuple[Slice, ...] = ()
     finite: bool = True
+    open: OpenFacts | None = None
 
     @property
     def curves(self) -> tuple[tuple[float, ...], ...]:
@@ -55,7 +77,9 @@ class Surveyed:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; not `asdict`, which would copy every step of every tensor twice."""
         document = {name: getattr(self, name) for name in self.__slots__} | {"explained": list(self.explained)}
-        del document["slices"], document["finite"]
+        del document["slices"], document["finite"], document["open"]
+        if self.open is not None:
+            document["open"] = self.open.to_json()
         if not self.finite:
             document["finite"] = False
         if self.slices:
@@ -65,7 +89,8 @@ class Surveyed:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Surveyed:
         slices = tuple(found if isinstance(found, str) else tuple(found) for found in document.get("slices", ()))
-        return cls(**{**document, "explained": tuple(document["explained"]), "slices": slices})
+        facts = OpenFacts.from_json(document["open"]) if "open" in document else None
+        return cls(**{**document, "explained": tuple(document["explained"]), "slices": slices, "open": facts})
 
 
 def slice_runs(slices: Sequence[Slice]) -> list[tuple[SliceState, int, int]]:

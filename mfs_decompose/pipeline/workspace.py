@@ -20,7 +20,7 @@ from mfs_decompose.artifact.files import FileRecord
 from mfs_decompose.artifact.journal import JOURNAL_NAME, Journal
 from mfs_decompose.artifact.layout import MANIFEST, RUN
 from mfs_decompose.artifact.lock import exclusive_lock
-from mfs_decompose.errors import OutputBusy, ResumeRefused, UsageError
+from mfs_decompose.errors import GateFailed, OutputBusy, ResumeRefused, UsageError
 from mfs_decompose.plan.fingerprint import Fingerprint, changed_facets
 
 _ARTIFACT = "artifact"
@@ -38,11 +38,13 @@ class Done:
     surveyed: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     fit_digests: dict[int, str] = field(default_factory=dict)
     encoded: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    steps: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    step_digests: dict[tuple[str, int], str] = field(default_factory=dict)
 
     @property
     def units(self) -> int:
         """Pieces of work that need not be done again."""
-        return len(self.base_units) + len(self.surveyed) + len(self.encoded)
+        return len(self.base_units) + len(self.surveyed) + len(self.encoded) + len(self.steps)
 
     @property
     def nothing(self) -> bool:
@@ -71,6 +73,22 @@ class Workspace:
     def blobs_path(self, unit: int) -> Path:
         """The scratch file with the encoded bytes of one unit."""
         return self.root / _SCRATCH / f"p2-{unit:06d}.bin"
+
+    def step_path(self, stage: str, unit: int) -> Path:
+        """The scratch file of a unit of any other stage."""
+        return self.root / _SCRATCH / f"{stage}-{unit:06d}.bin"
+
+    def record_step(self, stage: str, unit: int, found: dict[str, Any]) -> None:
+        """A unit of any other stage is done; what it wrote to `step_path`, if anything, is whole."""
+        payload: dict[str, Any] = {"stage": stage, "unit": unit, "found": found}
+        payload["sha256"] = _digest(self.step_path(stage, unit))
+        self.journal.append("step", payload)
+        self.done.steps[stage, unit] = found
+        self.done.step_digests[stage, unit] = payload["sha256"]
+
+    def has_step(self, stage: str, unit: int) -> bool:
+        """Whether a unit that was recorded still has its scratch, whole."""
+        return _digest(self.step_path(stage, unit)) == self.done.step_digests[stage, unit]
 
     def record_file(self, record: FileRecord) -> None:
         """A file under its final name is whole."""
@@ -118,6 +136,11 @@ def partial_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
+def scratch_folder(out: Path) -> Path:
+    """Where a run keeps what only it needs; gone with the run."""
+    return partial_folder(out if out.name not in ("", "..") else out.resolve()) / _SCRATCH
+
+
 @contextmanager
 def open_workspace(out: Path, fingerprint: Fingerprint, resume: bool) -> Iterator[Workspace]:
     """The workspace of `out`, new or with what an earlier run left in it.
@@ -143,7 +166,7 @@ def open_workspace(out: Path, fingerprint: Fingerprint, resume: bool) -> Iterato
             try:
                 yield Workspace(root, journal, done)
             except BaseException as error:
-                if done.nothing or isinstance(error, UsageError):
+                if done.nothing or isinstance(error, UsageError | GateFailed):
                     shutil.rmtree(root, ignore_errors=True)
                 raise
 
@@ -184,6 +207,9 @@ def _replay(root: Path, journal: Journal, fingerprint: Fingerprint) -> Done:
             done.base_digests.update(payload["digests"])
             done.base_units.add(payload["unit"])
             done.scratch_digests[payload["unit"]] = payload["sha256"]
+        elif line.kind == "step":
+            done.steps[payload["stage"], payload["unit"]] = payload["found"]
+            done.step_digests[payload["stage"], payload["unit"]] = payload["sha256"]
         elif line.kind == "survey":
             done.surveyed[payload["unit"]] = payload["items"]
             done.fit_digests[payload["unit"]] = payload["sha256"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Literal
 
 from mfs_decompose.codec.base import matrix_shape, slice_shape
 from mfs_decompose.codec.sizes import max_steps
 from mfs_decompose.codec.tree import Json
 from mfs_decompose.errors import UsageError
-from mfs_decompose.plan.cap import ENTRY_BYTES, SHARD_BYTES, Need, check_caps, smallest_cap
-from mfs_decompose.plan.model import DIRECT, FITTED, Item, Options, Plan, VariantPlan
+from mfs_decompose.plan.cap import ENTRY_BYTES, SHARD_BYTES, Need, check_caps, check_total, smallest_cap
+from mfs_decompose.plan.model import DIRECT, FITTED, BaseMode, BaseStore, Item, Options, Plan, VariantPlan
 from mfs_decompose.plan.units import cut_units
 from mfs_decompose.recipe.choose import choose, unmatched_rules
 from mfs_decompose.recipe.schema import DeltaRule, Recipe
@@ -23,6 +22,7 @@ from mfs_decompose.source.header import TensorSpec
 from mfs_decompose.source.quantised import find_quantised
 
 _HEADROOM = 2  # allocation may give a tensor this many times the steps of an even split
+_TARGET_SHARE = 0.05  # of a checkpoint: open tensors under a target are fitted as for this budget
 
 
 def build_plan(
@@ -30,8 +30,8 @@ def build_plan(
     alignment: Alignment,
     variants: Sequence[Checkpoint],
     base_tensors: Mapping[str, TensorSpec],
-    base_mode: Literal["known", "mean"],
-    base_store: Literal["copy", "reference", "hardlink"],
+    base_mode: BaseMode,
+    base_store: BaseStore,
     merges: Mapping[str, Merge] | None = None,
 ) -> Plan:
     """Decide for every tensor of every variant how it will be stored, and what is worked on together.
@@ -48,6 +48,9 @@ def build_plan(
             hint="Give a glob that fits; `mfs decompose --dry-run` says what there is.",
         )
     rules = {name: choose(recipe, name) for name in names}
+    whole = sum(variant.tensor_bytes for variant in variants if variant.id not in (merges or {}))
+    budget = recipe.objective.budget_total
+    total = None if budget is None else (budget.cap(whole), whole)
     items: list[Item] = []
     plans: list[VariantPlan] = []
     needs: list[Need] = []
@@ -63,14 +66,17 @@ def build_plan(
             for group, member in _members(alignment, checkpoint.id)
         ]
         plan = _variant_plan(recipe, checkpoint, planned)
-        even = _even_steps(planned, rules, plan)
+        even = _even_steps(planned, rules, plan, _planned_cap(recipe, plan, total))
         own = [_size(item, recipe, rules[item.name], even) for item in planned]
         items.extend(own)
         plans.append(plan)
-        if plan.cap is not None:
-            needs.append(_need(plan, plan.cap, own, recipe.output.shard_size))
+        cap = plan.cap if total is None else total[0]
+        if cap is not None:
+            needs.append(_need(plan, cap, own, recipe.output.shard_size))
     if recipe.objective.budget is not None:
         check_caps(needs, recipe.objective.budget)
+    if budget is not None:
+        check_total(needs, budget)
     return Plan(
         recipe=recipe,
         base_mode=base_mode,
@@ -80,6 +86,7 @@ def build_plan(
         units=cut_units(items),
         missing={plan.id: _missing(alignment, plan.id) for plan in plans},
         groups=len(alignment.groups),
+        total_cap=None if total is None else total[0],
     )
 
 
@@ -126,6 +133,7 @@ def _item(group: TensorGroup, member: Member, rule: DeltaRule, *, keep_exact: bo
         codec=codec,
         params=params if codec in ("lowrank", "sparse") else {},
         matrix=(slices or whole) if fitted else None,
+        auto=codec == "banded" and rule.codec == "auto",
         steps=0,
         fixed=False,
         stacked=fitted and slices is not None,
@@ -145,7 +153,7 @@ def _codec(
         return "lossless" if rule.codec == "lora-exact" else "raw"
     if keep_exact and spec.dtype == "F64":  # which no correction is made for
         return "lossless"
-    if rule.codec == "lowrank" and rule.factors == "banded":
+    if rule.codec == "auto" or (rule.codec == "lowrank" and rule.factors == "banded"):
         return "lowrank" if stacked else "banded"
     if rule.codec == "sparse" and rule.select == "effect":
         return "significant"
@@ -232,13 +240,27 @@ def _most_exact(item: Item) -> int:
     return item.beside_bytes + item.matrices * fixed * item.step_bytes
 
 
-def _even_steps(items: Sequence[Item], rules: Mapping[str, DeltaRule], plan: VariantPlan) -> float:
+def _planned_cap(recipe: Recipe, plan: VariantPlan, total: tuple[int, int] | None) -> int | None:
+    """The bytes that fits are made for.
+
+    A target has no cap. What a finer one needs beyond these steps of an open tensor is coded, not factorised: more
+    directions would cost a longer pass 1 and hardly save a byte. Of a budget for all (its bytes, and those of all
+    checkpoints) a variant that needs more than the others may take twice its part.
+    """
+    if recipe.objective.target is not None:
+        return int(_TARGET_SHARE * plan.checkpoint_bytes)
+    if total is not None:
+        return 2 * total[0] * plan.checkpoint_bytes // max(total[1], 1)
+    return plan.cap
+
+
+def _even_steps(items: Sequence[Item], rules: Mapping[str, DeltaRule], plan: VariantPlan, cap: int | None) -> float:
     """Steps every lossy tensor would get if the cap were spent evenly."""
-    if plan.cap is None:
+    if cap is None:
         return 0.0
     shared = [item for item in items if item.fitted and rules[item.name].rank is None]
     cost = sum(item.matrices * item.step_bytes for item in shared)
-    return max(plan.cap - plan.unavoidable_bytes, 0) / cost if cost else 0.0
+    return max(cap - plan.unavoidable_bytes, 0) / cost if cost else 0.0
 
 
 def _size(item: Item, recipe: Recipe, rule: DeltaRule, even: float) -> Item:
@@ -254,6 +276,8 @@ def _size(item: Item, recipe: Recipe, rule: DeltaRule, even: float) -> Item:
         steps, fixed = min(rule.rank or objective.rank or 0, max_steps(item.codec, item.matrix)), True
     elif objective.density is not None:
         steps, fixed = max(1, round(objective.density * item.matrix[1])), True
+    elif objective.target is not None and not item.auto:
+        steps, fixed = item.worthwhile_steps, False  # the search may have to go to the end of what the codec can
     else:
         steps, fixed = min(item.worthwhile_steps, max(8, int(_HEADROOM * even) + 1)), False
     return replace(item, steps=steps, fixed=fixed)

@@ -19,7 +19,8 @@ SHARD_BYTES = 256
 
 @dataclass(frozen=True)
 class Need:
-    """A variant, its cap, and what must be stored exactly, headers included: at least `least`, for certain `most`.
+    """A variant, its cap or that of all together, and what must be stored exactly, headers included: at least `least`,
+    for certain `most`.
 
     Before weights are read nobody knows which tensors equal the base's; afterwards the two are one.
     """
@@ -67,4 +68,22 @@ def check_caps(needs: Sequence[Need], budget: Budget) -> None:
         f"exactly, {format_bytes(worst.least)} or {format_fraction(worst.least / worst.checkpoint_bytes)} "
         "of its checkpoint",
         hint=f"The smallest budget that holds is --budget {smallest}",
+    )
+
+
+def check_total(needs: Sequence[Need], budget: Budget) -> None:
+    """Refuse a budget for all variants that what must be stored exactly exceeds.
+
+    Raises:
+        UsageError: with the smallest budget that holds.
+    """
+    least, most = sum(need.least for need in needs), sum(need.most for need in needs)
+    if not needs or least <= needs[0].cap:
+        return
+    share = (most + 1) / max(sum(need.checkpoint_bytes for need in needs), 1)
+    smallest = f"{math.ceil(share * 10**6) / 10**4:.4f}%" if budget.share is not None else f"{most}B"
+    raise UsageError(
+        f"the budget of {format_bytes(needs[0].cap)} for all variants does not hold what must be stored exactly, "
+        f"{format_bytes(least)}",
+        hint=f"The smallest budget that holds is --budget-total {smallest}",
     )

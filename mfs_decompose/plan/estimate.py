@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mfs_decompose.codec.sizes import fit_bytes
 from mfs_decompose.plan.cap import ENTRY_BYTES, SHARD_BYTES, shard_overhead
 from mfs_decompose.plan.model import Item, Plan, VariantPlan
+from mfs_decompose.plan.share import ROUNDS
 from mfs_decompose.source.checkpoint import Checkpoint
 from mfs_decompose.source.header import TensorSpec
 
@@ -45,7 +46,8 @@ def estimate(plan: Plan, base: Checkpoint | None, variants: Sequence[Checkpoint]
     own = tuple(_variant(plan, variant) for variant in plan.variants)
     base_bytes = 0
     tensors = sum(spec.nbytes for spec in plan.base_tensors.values())
-    if plan.base_mode == "mean":
+    made = plan.base_mode in ("mean", "refined")
+    if made:
         base_bytes = tensors + sum(_header_bytes(spec) for spec in plan.base_tensors.values())
     elif base is not None and plan.base_store == "copy":
         base_bytes = sum(shard.size for shard in base.shards)
@@ -58,14 +60,14 @@ def estimate(plan: Plan, base: Checkpoint | None, variants: Sequence[Checkpoint]
     largest = sorted((unit.peak_bytes for unit in plan.units), reverse=True)[:threads]
     text = sum(_text_bytes(item) for item in plan.items())
     stage = tensors * (len(variants) if base is None else 1)
-    again = sum(_read_again(item, plan.recipe.objective.budget is not None) for item in plan.items())
+    again = sum(_read_again(item, plan.recipe.objective.capped) for item in plan.items())
     return Estimate(
         variants=own,
         base_bytes=base_bytes,
         files_bytes=files,
         read_bytes=stage + sum(unit.read_bytes for unit in plan.units) + again,
         peak_ram=sum(largest),
-        disk_bytes=(2 if plan.base_mode == "mean" else 1) * base_bytes + files + 2 * encoded + fits + text + 1_000_000,
+        disk_bytes=(2 if made else 1) * base_bytes + files + 2 * encoded + fits + text + 1_000_000,
     )
 
 
@@ -83,6 +85,8 @@ def _variant(plan: Plan, variant: VariantPlan) -> VariantEstimate:
 
 
 def _most(item: Item) -> int:
+    if item.auto:
+        return item.spec.nbytes * (2 if item.keep_exact else 1)
     own = _fit_bytes(item) + item.beside_bytes if item.fitted else item.most_bytes
     return own + (item.common.nbytes if item.keep_exact else 0)
 
@@ -104,12 +108,18 @@ def _text_bytes(item: Item) -> int:
 
 
 def _read_again(item: Item, capped: bool) -> int:
-    """Bytes read once a tensor is surveyed: to encode it (lossless beside a budget: twice), and to measure."""
+    """Bytes read once a tensor is surveyed: to encode it (lossless beside a budget: twice), and to measure.
+
+    An open one is sampled in pass 1 as well, for its curves and for what all bits take, and sized up to ROUNDS times;
+    to code it takes reading it twice.
+    """
     if item.codec == "identical":
         return 0
     both = item.spec.nbytes + (item.base.nbytes if item.base is not None else 0)
     if item.codec == "adapter":
         return both - item.spec.nbytes
+    if item.auto:
+        return (2 + 2 * ROUNDS + 2 + 1) * both + item.tail_bytes
     if item.fitted or item.direct:
         return both + item.tail_bytes
     if item.codec == "raw":

@@ -20,6 +20,7 @@ def fingerprint(
     variants: Sequence[Checkpoint],
     platform: Mapping[str, str],
     tool: Mapping[str, str],
+    start: Checkpoint | None = None,
 ) -> dict[str, Any]:
     """All that could change a byte of the artifact, by the name under which a refusal will mention it.
 
@@ -29,11 +30,13 @@ def fingerprint(
     facets: dict[str, Any] = {
         "the version of mfs": __version__,
         "the recipe": plan.recipe.canonical(),
-        "the base mode": f"{plan.base_mode}, {plan.base_store}",
+        "the base mode": f"{'auto' if plan.base_auto else plan.base_mode}, {plan.base_store}",
         "the device": dict(platform),
         "the installed libraries": dict(tool),
         "the variants": [variant.id for variant in plan.variants],
     }
+    if start is not None:
+        facets["the base to start from"] = _identity(start)
     if base is not None:
         facets["the base"] = _identity(base)
     for checkpoint in variants:

@@ -14,6 +14,9 @@ from mfs_decompose.recipe.schema import Recipe
 from mfs_decompose.source.align import GroupKind
 from mfs_decompose.source.header import TensorSpec
 
+BaseMode = Literal["known", "mean", "refined", "shared"]
+BaseStore = Literal["copy", "reference", "hardlink"]
+
 UnitKind = Literal["batch", "blocks", "stack", "exact"]
 """`batch`: equal matrices, factorised together. `blocks`: one matrix, read in row blocks. `stack`: one tensor
 [E, O, I], read in groups of slices that are factorised together. `exact`: the rest."""
@@ -53,6 +56,8 @@ class Item:
     """Parameters of a direct codec."""
     residual: tuple[str, Options] | None = None
     """A direct codec for what the fit leaves."""
+    auto: bool = False
+    """Allocation chooses how it is stored; `codec` is what pass 1 fits."""
     keep_exact: bool = False
     """Store what a lossy codec gets wrong as well."""
 
@@ -161,13 +166,17 @@ class Plan:
     """Everything that is decided before a weight is read."""
 
     recipe: Recipe
-    base_mode: Literal["known", "mean"]
-    base_store: Literal["copy", "reference", "hardlink"]
+    base_mode: BaseMode
+    base_store: BaseStore
     base_tensors: Mapping[str, TensorSpec]
     variants: tuple[VariantPlan, ...]
     units: tuple[Unit, ...]
     missing: Mapping[str, tuple[str, ...]]
     groups: int
+    total_cap: int | None = None
+    """Bytes that all variants may take together, adapters apart: then none has a cap of its own."""
+    base_auto: bool = False
+    """Whether the weights decide between this mode and the plain one, see plan/weigh.py."""
 
     def items(self) -> tuple[Item, ...]:
         """All items in the order of the units."""

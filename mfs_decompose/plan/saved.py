@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from mfs_decompose import __version__
 from mfs_decompose.errors import RecipeError, SourceIncompatible
+from mfs_decompose.plan.model import BaseMode, BaseStore
 from mfs_decompose.recipe.schema import Recipe
 from mfs_decompose.source.checkpoint import Checkpoint
 from mfs_decompose.source.strict_json import parse_strict_object
@@ -49,8 +50,9 @@ class SavedSource(_Strict):
 class SavedBase(BaseModel):
     """How the base is made and kept."""
 
-    mode: Literal["known", "mean"]
-    store: Literal["copy", "reference", "hardlink"]
+    mode: BaseMode
+    store: BaseStore
+    auto: bool = False
 
 
 class _Document(BaseModel):
@@ -67,7 +69,7 @@ class _Document(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class SavedPlan:
-    """A plan read back from `path`. `variants` holds the sources by id; `base` is None where it is their mean.
+    """A plan read back from `path`. `variants` holds the sources by id; `base` is None where none was used.
 
     `outcome` is what the same sources must come to again, see `outcome_of`.
     """
@@ -75,8 +77,9 @@ class SavedPlan:
     path: Path
     version: str
     recipe: Recipe
-    base_mode: Literal["known", "mean"]
-    base_store: Literal["copy", "reference", "hardlink"]
+    base_mode: BaseMode
+    base_store: BaseStore
+    base_auto: bool
     base: SavedSource | None
     variants: Mapping[str, SavedSource]
     outcome: Mapping[str, Any]
@@ -112,7 +115,8 @@ def read_plan(path: Path) -> SavedPlan:
         document = _Document.model_validate(found)
         sources = {source.id: source for source in document.sources}
         ids = [str(variant.get("id")) for variant in document.variants]
-        with_base = [BASE_ID] if document.base.mode == "known" else []
+        given = document.base.mode in ("known", "shared") or (document.base.mode == "refined" and BASE_ID in sources)
+        with_base = [BASE_ID] if given else []
         if len(sources) != len(document.sources) or list(sources) != [*with_base, *ids]:
             raise ValueError(f"its sources are {', '.join(sources)}, and its variants {', '.join(ids)}")
     except ValidationError as error:
@@ -123,8 +127,8 @@ def read_plan(path: Path) -> SavedPlan:
         raise _no_plan(path, str(error)) from None
     base = sources.pop(BASE_ID, None)
     return SavedPlan(
-        path, document.version, document.recipe, document.base.mode, document.base.store, base, sources,
-        outcome_of(found),
+        path, document.version, document.recipe, document.base.mode, document.base.store, document.base.auto, base,
+        sources, outcome_of(found),
     )  # fmt: skip
 
 

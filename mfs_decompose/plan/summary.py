@@ -16,11 +16,17 @@ from mfs_decompose.source.checkpoint import Checkpoint
 
 
 def summarise(
-    plan: Plan, estimate: Estimate, base: Checkpoint | None, variants: Sequence[Checkpoint], out: Path
+    plan: Plan,
+    estimate: Estimate,
+    base: Checkpoint | None,
+    variants: Sequence[Checkpoint],
+    out: Path,
+    start: Checkpoint | None = None,
 ) -> dict[str, Any]:
     """Plain JSON, schema `mfs.plan/1`: upper bounds in bytes, and codecs as planned before any weight is read.
 
-    `sources` has the size and header digest of every file of weights: plan/saved.py binds a plan to them.
+    `start` is where a refined base may start from, which is no base. `sources` has the size and header digest of every
+    file of weights: plan/saved.py binds a plan to them.
     """
     counts = {
         variant.id: Counter(_planned(item) for item in plan.items() if item.variant == variant.id)
@@ -32,7 +38,8 @@ def summarise(
         "schema": PLAN_SCHEMA,
         "version": __version__,
         "recipe": plan.recipe.canonical(),
-        "base": {"mode": plan.base_mode, "store": plan.base_store, "bytes": estimate.base_bytes},
+        "base": {"mode": plan.base_mode, "store": plan.base_store, "bytes": estimate.base_bytes}
+        | ({"auto": True} if plan.base_auto else {}),
         "variants": [
             {
                 "id": variant.id,
@@ -43,7 +50,7 @@ def summarise(
             }
             for variant in estimate.variants
         ],
-        "sources": describe_sources(base, variants),
+        "sources": describe_sources(base or start, variants),
         "coverage": {
             "tensors": sum(given) + (0 if base is None else len(base.tensors)),
             "planned": len(plan.items()) + (0 if base is None else len(plan.base_tensors)),
@@ -59,5 +66,7 @@ def summarise(
 
 def _planned(item: Item) -> str:
     """The codec with what lies above it, as the text of a codec tree is spelled."""
+    if item.auto:
+        return "corrected(auto)" if item.keep_exact else "auto"
     codec = item.codec if item.residual is None else f"sum({item.codec}+{item.residual[0]})"
     return f"corrected({codec})" if item.keep_exact else codec

@@ -45,7 +45,13 @@ def _batch_key(item: Item) -> tuple[int, str, tuple[tuple[str, str], ...], tuple
         return (_KINDS.index("exact"), item.codec if item.direct or item.codec == "lora-exact" else "", (), (0, 0), 0)
     large = item.matrix[0] * item.matrix[1] > BLOCK_ELEMENTS
     kind: UnitKind = "stack" if item.stacked else "blocks" if large else "batch"
-    return (_KINDS.index(kind), item.codec, tuple(sorted(item.params.items())), item.matrix, item.steps)
+    return (
+        _KINDS.index(kind),
+        f"{item.codec}{' auto' if item.auto else ''}",
+        tuple(sorted(item.params.items())),
+        item.matrix,
+        item.steps,
+    )
 
 
 def _cut(run: Sequence[Item], kind: UnitKind) -> list[tuple[Item, ...]]:
@@ -122,6 +128,8 @@ def peak_bytes(kind: UnitKind, items: Sequence[Item]) -> int:
         BLOCK_ELEMENTS if kind == "blocks" else sum(item.matrix[0] * item.matrix[1] for item in items if item.matrix)
     )
     work = _fit_work(items[0].codec, matrix, steps, count, elements)
+    if any(item.auto for item in items):  # and its rest, or all its bits, coded
+        decode += 8 * 4 * DECODE_ELEMENTS + max(item.spec.nbytes for item in items)
     loading = 4 * 3 * (BLOCK_ELEMENTS if kind == "blocks" else max(item.spec.numel for item in items))
     return max(work + loading, decode + 16 * sum(matrix) * max(steps, 1))
 

@@ -14,10 +14,8 @@ from mfs_decompose.recipe.strict_yaml import Mistake, Path
 from mfs_decompose.recipe.values import shown
 
 # Words of the format that this version does not do: refused by name, so that nobody takes them for a typo.
-_LATER_KEYS: frozenset[Path] = frozenset(
-    {("objective", "budget_total"), ("objective", "max_rel_error"), ("objective", "target")}
-)
-_LATER_VALUES: Mapping[str, frozenset[str]] = {"mode": frozenset({"refined", "shared"}), "codec": frozenset({"auto"})}
+_LATER_KEYS: frozenset[Path] = frozenset({("objective", "max_rel_error")})
+_LATER_VALUES: Mapping[str, frozenset[str]] = {}
 _AUTOMATIC = "identical is chosen by itself where a tensor equals the base; name another codec"
 
 

@@ -1,13 +1,13 @@
 """The recipe `mfs.recipe/1`: what to decompose into what, strict and frozen.
 
 A recipe says how, never what: the checkpoints are arguments. Every key has a default, so an empty recipe is the
-default behaviour (low rank, int4 factors, 5 % of each variant's checkpoint).
+default behaviour (each tensor as allocation finds best, 5 % of each variant's checkpoint).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -23,23 +23,26 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from mfs_decompose.recipe.strict_yaml import Path
-from mfs_decompose.recipe.values import Budget, read_budget, read_bytes, read_share, shown
+from mfs_decompose.recipe.values import Budget, Target, read_budget, read_bytes, read_share, read_target, shown
 
 SCHEMA: Literal["mfs.recipe/1"] = "mfs.recipe/1"
 
-BaseMode = Literal["auto", "known", "mean"]
+BaseMode = Literal["default", "known", "mean", "refined", "shared", "auto"]
 BaseStore = Literal["auto", "copy", "reference", "hardlink"]
 CodecName = Literal[
-    "lowrank", "sparse", "sign", "ternary", "kbit", "deadzone", "rowsparse", "lossless", "lora-exact", "raw"
+    "auto", "lowrank", "sparse", "sign", "ternary", "kbit", "deadzone", "rowsparse", "lossless", "lora-exact", "raw"
 ]
 FactorType = Literal["int4", "int8", "bf16", "banded"]
 ValueType = Literal["bf16", "int8"]
 Selection = Literal["size", "effect"]
 ScaleType = Literal["tensor", "row", "group"]
-ObjectiveKind = Literal["budget", "rank", "density"]
+ObjectiveKind = Literal["budget", "budget_total", "rank", "density", "target"]
 
-LOSSY: frozenset[str] = frozenset({"lowrank", "sparse"})
+LOSSY: frozenset[str] = frozenset({"auto", "lowrank", "sparse"})
 DEFAULT_BUDGET = Budget(share=0.05)
+
+_CODEC_OF = {"rank": "lowrank", "density": "sparse"}
+"""The one codec that an objective fits."""
 
 Bytes = Annotated[int, BeforeValidator(read_bytes)]
 Share = Annotated[float, BeforeValidator(read_share)]
@@ -47,6 +50,7 @@ Rank = Annotated[StrictInt, Field(ge=1)]
 Bits = Annotated[StrictInt, Field(ge=2, le=8)]
 Step = Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)]
 Cap = Annotated[Budget, PlainValidator(read_budget), PlainSerializer(Budget.plain)]
+Goal = Annotated[Target, PlainValidator(read_target), PlainSerializer(Target.plain)]
 
 
 def _globs(value: object) -> object:
@@ -81,28 +85,37 @@ class _Model(BaseModel):
 
 
 class Base(_Model):
-    """Where the shared weights come from, and whether the artifact holds them."""
+    """Where the shared weights come from, and whether the artifact holds them.
 
-    mode: BaseMode = "auto"
+    The default mode is known where a base is given, else mean; auto weighs what the weights would take (plan/weigh.py).
+    """
+
+    mode: BaseMode = "default"
     store: BaseStore = "auto"
 
 
 class Objective(_Model):
-    """How much each variant may cost: at most one of the three is set."""
+    """How much each variant, or with `budget_total` all of them, may cost, or drift: at most one of them is set."""
 
     budget: Cap | None = None
+    budget_total: Cap | None = None
     rank: Rank | None = None
     density: Share | None = None
+    target: Goal | None = None
 
     @property
     def kind(self) -> ObjectiveKind | None:
         """Which objective is set; None where nothing lossy needs one."""
-        kinds: tuple[ObjectiveKind, ...] = ("budget", "rank", "density")
-        return next((kind for kind in kinds if getattr(self, kind) is not None), None)
+        return next((kind for kind in get_args(ObjectiveKind) if getattr(self, kind) is not None), None)
+
+    @property
+    def capped(self) -> bool:
+        """Whether allocation cuts fits to a size: that of a budget, or one at which a target holds."""
+        return self.kind in ("budget", "budget_total", "target")
 
     @model_validator(mode="after")
     def _at_most_one(self) -> Objective:
-        given = [name for name in ("budget", "rank", "density") if getattr(self, name) is not None]
+        given = [name for name in get_args(ObjectiveKind) if getattr(self, name) is not None]
         if len(given) > 1:
             raise conflict(f"expected one objective, found {' and '.join(given)}", given[1])
         return self
@@ -138,13 +151,14 @@ OPTIONS: Mapping[str, tuple[str, object]] = {
 
 
 class Delta(_Model):
-    """How a delta is stored. Each option belongs to one codec:
+    """How a delta is stored. `auto` compares them all and takes no option; each option belongs to one codec, which it
+    stands for where none is named:
 
     `factors` (int4) and `residual` to lowrank, `values` (bf16) and `select` (size) to sparse, `scale` (row) to sign,
     `bits` (4) to kbit, `step` (in units of the weights) to deadzone, `rows` to rowsparse.
     """
 
-    codec: CodecName = "lowrank"
+    codec: CodecName = "auto"
     factors: FactorType | None = None
     residual: Residual | None = None
     values: ValueType | None = None
@@ -153,6 +167,14 @@ class Delta(_Model):
     bits: Bits | None = None
     step: Step | None = None
     rows: Rank | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _codec_of_its_options(cls, data: object) -> object:
+        if not isinstance(data, dict) or "codec" in data:
+            return data
+        owner = next((OPTIONS[key][0] for key in OPTIONS if data.get(key) is not None), None)
+        return data if owner is None else {**data, "codec": owner}
 
     @model_validator(mode="after")
     def _own_options_only(self) -> Delta:
@@ -242,6 +264,18 @@ class Recipe(_Model):
     limits: Limits = Limits()
     seed: Annotated[StrictInt, Field(ge=0, lt=2**63)] = 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _codec_of_its_objective(cls, data: object) -> object:
+        """A rank asks for low rank and a density for sparse, where no codec is named."""
+        found = data if isinstance(data, dict) else {}
+        objective, deltas = found.get("objective"), found.get("deltas", {})
+        default = deltas.get("default", {}) if isinstance(deltas, dict) else None
+        if not isinstance(objective, dict) or not isinstance(default, dict) or default.keys() & {"codec", *OPTIONS}:
+            return data
+        codec = next((codec for key, codec in _CODEC_OF.items() if objective.get(key) is not None), None)
+        return data if codec is None else {**found, "deltas": {**deltas, "default": {**default, "codec": codec}}}
+
     @model_validator(mode="after")
     def _objective_fits_codecs(self) -> Recipe:
         rules: list[tuple[DeltaRule, Path]] = [
@@ -260,7 +294,7 @@ class Recipe(_Model):
             raise conflict(
                 f"the codec {codec} takes no objective, found {kind}: its size follows by itself", "objective", kind
             )
-        wanted = {"rank": "lowrank", "density": "sparse"}.get(kind)
+        wanted = _CODEC_OF.get(kind)
         for rule, path in users:
             if wanted is not None and rule.codec != wanted:
                 raise conflict(f"the objective {kind} needs the codec {wanted}, found {rule.codec}", *path)

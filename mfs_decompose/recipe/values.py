@@ -1,10 +1,11 @@
-"""Amounts as people write them in a recipe: a share, bytes, or a cap that is either."""
+"""Amounts as people write them in a recipe: a share, bytes, a cap that is either, or the drift to stay under."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 from mfs_decompose.errors import UsageError
 from mfs_decompose.units import format_bytes, format_fraction, parse_bytes, parse_fraction
@@ -41,6 +42,26 @@ class Budget:
 
     def __str__(self) -> str:
         return format_bytes(self.nbytes) if self.nbytes is not None else format_fraction(self.share or 0.0)
+
+
+TargetKind = Literal["kl", "ppl"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """How far each variant may drift: `kl` in nats a token, `ppl` as `|ln ppl ratio|`, of which the upper end of the
+    95 % interval must hold.
+    """
+
+    kind: TargetKind
+    limit: float
+
+    def plain(self) -> str:
+        """The value as JSON and on the command line: `kl=0.001`. `read_target` reads it back."""
+        return f"{self.kind}={self.limit!r}"
+
+    def __str__(self) -> str:
+        return self.plain()
 
 
 def shown(value: object) -> str:
@@ -101,6 +122,29 @@ def read_budget(value: object) -> Budget:
     if text.isdecimal() and int(text) >= _SMALLEST_BARE_BYTES:
         return Budget(nbytes=int(text))
     raise ValueError(f"expected a budget such as 5% or 80MB, found {shown(value)} (write {text}% or {text}B)")
+
+
+def read_target(value: object) -> Target:
+    """Read `kl=1e-3`, `ppl=0.001`, or a mapping of one of the two words to a number.
+
+    Raises:
+        ValueError: another word, or no number above 0.
+    """
+    if isinstance(value, Target):
+        return value
+    kind, limit = "", value
+    if isinstance(value, str):
+        kind, _, limit = value.partition("=")
+    elif isinstance(value, Mapping) and len(value) == 1:
+        ((kind, limit),) = value.items()
+    kinds = [known for known in get_args(TargetKind) if known == str(kind).strip()]
+    try:
+        number = math.nan if isinstance(limit, bool) or not isinstance(limit, str | int | float) else float(limit)
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not kinds or not 0.0 < number < math.inf:
+        raise ValueError(f"expected a target such as kl=1e-3 or ppl=0.001, found {shown(value)}")
+    return Target(kinds[0], number)
 
 
 def _reading(parse: Callable[[str], T], text: str) -> T:

@@ -56,6 +56,15 @@ class Page:
         self._base: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
         for shard in self.manifest["base"]["shards"]:
             self._base |= read_shard(folder / shard)
+        self._shared: dict[str, Tensor] = {}
+        if "shared" in self.manifest:
+            common = self.manifest["shared"]
+            shards = [read_shard(folder / name) for name in common["shards"]]
+            for name, record in common["tensors"].items():
+                data = shards[record["blob"]["shard"]][record["blob"]["entry"]][2]
+                assert hashlib.sha256(data).hexdigest() == record["sha256"]
+                below = {"dtype": self._base[name][0], "shape": self._base[name][1], "tree": record["tree"]}
+                self._shared[name] = Tensor(name, below, data, None)
 
     def tensors(self, id: str) -> dict[str, Tensor]:
         variant = next(one for one in self.manifest["variants"] if one["id"] == id)
@@ -65,6 +74,7 @@ class Page:
             blob = record["blob"]
             data = b"" if blob is None else shards[blob["shard"]][blob["entry"]][2]
             found[name] = Tensor(name, record, data, self._base.get(record["base_name"]))
+            found[name].shared = self._shared.get(record["base_name"])
         return found
 
     def adapter(self, id: str) -> dict[str, Doubles]:
@@ -84,6 +94,7 @@ class Tensor:
 
     def __init__(self, name: str, record: Any, data: bytes, base: tuple[str, tuple[int, ...], bytes] | None) -> None:
         self.name, self.record, self._data = name, record, data
+        self.shared: Tensor | None = None
         self._dtype, self._shape = record["dtype"], tuple(record["shape"])
         self._rows = self._shape[0] if self._shape else 1
         self.base: Doubles = np.zeros(0)
@@ -164,6 +175,9 @@ class Tensor:
             for child in node["children"][1:]:
                 total = total + self._delta(child, rows)
             return total
+        if node["codec"] == "shared":
+            assert self.shared is not None
+            return self.shared._delta(self.shared.record["tree"], self.shared._rows)[: matrix[0]]
         decoders = {
             "lowrank": self._lowrank,
             "sparse": self._sparse,

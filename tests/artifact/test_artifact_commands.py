@@ -44,14 +44,20 @@ RULES = [
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"objective.rank": 16}, ["objective.rank=16"]),
+        (
+            {"objective.rank": 16},
+            ["deltas.default.codec=lowrank", "deltas.default.factors=int4", "objective.rank=16"],
+        ),
         ({"objective.budget": "3%"}, ["objective.budget=0.03"]),
         ({"objective.budget": "1e-07"}, ["objective.budget=1e-07"]),
         ({"objective.budget": "100%"}, ["objective.budget=1.0"]),
         ({"objective.budget": "80MB"}, ["objective.budget=80000000B"]),
         ({"objective.budget": "7B"}, ["objective.budget=7B"]),
         ({"deltas.default.codec": "lossless"}, ["deltas.default.codec=lossless"]),
-        ({"deltas.default.factors": "int8"}, ["deltas.default.factors=int8"]),
+        (
+            {"deltas.default.factors": "int8"},
+            ["deltas.default.codec=lowrank", "deltas.default.factors=int8"],
+        ),
         ({"base.mode": "mean", "seed": 2**62}, ["base.mode=mean", f"seed={2**62}"]),
         ({"output.shard_size": "5MB", "limits.max_ram": "1GB"}, ["output.shard_size=5000000"]),
         (

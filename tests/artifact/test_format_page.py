@@ -33,6 +33,12 @@ RULES: list[dict[str, Any]] = [
 ]
 MIXED: dict[str, Any] = {"objective.budget": "60%", "deltas.rules": RULES}
 PLAIN: dict[str, Any] = {"objective.budget": "60%"}
+SHARED: dict[str, Any] = {
+    "objective.budget": "30%",
+    "base.mode": "shared",
+    "deltas.default.factors": "banded",
+    "deltas.keep_exact": True,
+}
 
 
 def drawn(seed: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -60,7 +66,7 @@ def base_tensors() -> dict[str, torch.Tensor]:
     return found
 
 
-def moved(tensors: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+def moved(tensors: Mapping[str, torch.Tensor], seed: int, size: float = 1.0) -> dict[str, torch.Tensor]:
     """A fine-tune: every float moved a little, along two directions above all."""
     found = dict(tensors)
     for at, (name, weight) in enumerate(tensors.items()):
@@ -70,7 +76,7 @@ def moved(tensors: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Ten
             change += (
                 0.05 * drawn(own + 1, torch.float32, len(flat), 2) @ drawn(own + 2, torch.float32, 2, flat.shape[1])
             )
-            found[name] = (flat + change).reshape(weight.shape).to(weight.dtype)
+            found[name] = (flat + size * change).reshape(weight.shape).to(weight.dtype)
     return found
 
 
@@ -82,7 +88,7 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Artifacts `lossy`, `kept` (its corrections as well), `plain` (the default recipe) and `merges`."""
+    """Artifacts `lossy`, `kept` (its corrections as well), `plain` (the default recipe), `shared` and `merges`."""
     root, base = tmp_path_factory.mktemp("page"), base_tensors()
     grown = moved(base, 2)
     grown["embed.weight"] = torch.cat([grown["embed.weight"], torch.ones(4, 24, dtype=torch.bfloat16)])
@@ -90,6 +96,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     below = write(root / "base", base)
     for name, recipe in {"lossy": MIXED, "kept": MIXED | {"deltas.keep_exact": True}, "plain": PLAIN}.items():
         decompose(below, folders, root / name, overrides=recipe, threads=1, device="cpu")
+    common = moved(base, 7)
+    learnt = {id: moved(common, seed, 0.2) for seed, id in ((8, "one"), (9, "two"))}
+    learnt["two"]["embed.weight"] = torch.cat([learnt["two"]["embed.weight"], torch.ones(4, 24, dtype=torch.bfloat16)])
+    folders = {id: write(root / f"{id}-learnt", own) for id, own in learnt.items()}
+    decompose(below, folders, root / "shared", overrides=SHARED, threads=1, device="cpu")
     pairs = {
         "once.weight": merged_lora((130, 270), 3, 2e-4, 5),
         "twice.weight": merged_lora((270, 130), 3, 1e-3, 6, rounded_first=True),
@@ -109,7 +120,7 @@ def words(values: torch.Tensor) -> np.ndarray[Any, Any]:
     return flat.view(torch.uint8).numpy().view(f"<u{flat.element_size()}") if flat.numel() else np.zeros(0, "<u2")
 
 
-@pytest.mark.parametrize("name", ["lossy", "kept", "plain", "merges"])
+@pytest.mark.parametrize("name", ["lossy", "kept", "plain", "shared", "merges"])
 def test_the_page_is_enough_to_decode_every_tensor(name: str, made: Path, tmp_path: Path) -> None:
     page = Page(made / name)
     for variant in page.manifest["variants"]:
@@ -125,10 +136,10 @@ def test_the_page_is_enough_to_decode_every_tensor(name: str, made: Path, tmp_pa
 
 def test_all_codecs_of_a_delta_were_read(made: Path) -> None:
     seen: set[str] = set()
-    for name in ("lossy", "kept", "plain", "merges"):
+    for name in ("lossy", "kept", "plain", "shared", "merges"):
         for variant in Page(made / name).manifest["variants"]:
             seen |= set().union(*(codecs(tensor["tree"]) for tensor in variant["tensors"].values()))
-    lossy = {"lowrank", "banded", "fixed", "sparse", "rowsparse", "sign", "ternary", "kbit", "deadzone"}
+    lossy = {"lowrank", "banded", "fixed", "sparse", "rowsparse", "sign", "ternary", "kbit", "deadzone", "shared"}
     assert lossy | {"sum", "corrected", "rows", "raw"} <= seen
 
 

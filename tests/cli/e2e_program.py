@@ -120,6 +120,19 @@ DIRECTIONS = dict.fromkeys(("50", "90", "99"), (int, float, NULL))
 _SIDE = {"ref": str, "kind": str, "tensors": int, "bytes": int, "dtypes": MAP, "left_out": list}
 _CHANGES = {"changes": list, "noise": list}
 _NAMES = {"only_a": list, "only_b": list, "changed": list}
+_PART = {"name": str, "tensors": int, "bytes": int, "rel_error": float}
+_SIZE = {"bytes": (int, NULL), "footprint": (float, NULL), "left": (float, NULL), "fitted": bool}
+RUNG = {**_SIZE, "budget": float, "cap": int, "kl": (float, NULL)}
+LADDER = {
+    "id": str,
+    "checkpoint_bytes": int,
+    "shared_bytes": int,
+    "adapter": bool,
+    "planned": (dict, NULL),
+    "budgets": [RUNG],
+    "targets": (list, NULL),
+    "unforeseen": int,
+}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "mfs.decompose/1": {
         "artifact": str,
@@ -147,6 +160,32 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "disk_free": int,
         "seconds_estimated": float,
         "hashing_measured": float,
+    },
+    "mfs.forecast/1": {
+        "recipe": MAP,
+        "base": {"mode": str, "store": str, "bytes": int},
+        "shared_bytes": int,
+        "keep_exact": bool,
+        "variants": [LADDER],
+        "work": str,
+        "bytes_read": int,
+        "resumed_units": int,
+    },
+    "mfs.frontier/1": {
+        "artifact_digest": str,
+        "no_ladder": (str, NULL),
+        "plot": (str, NULL),
+        "variants": [
+            {
+                **_VARIANT,
+                "shared_bytes": int,
+                "rel_error": float,
+                "codecs": [_PART],
+                "layers": [_PART],
+                "depths": [_PART],
+                "ladder": (dict, NULL),
+            }
+        ],
     },
     "mfs.inspect/1": {
         "variants": [

@@ -54,7 +54,9 @@ def heed_interrupts() -> None:
 
 
 def test_the_commands_of_this_version() -> None:
-    assert list(COMMANDS) == ["decompose", "restore", "verify", "inspect", "diff", "eval", "recipe", "doctor", "demo"]
+    assert list(COMMANDS) == [
+        "decompose", "restore", "verify", "inspect", "diff", "eval", "bench", "recipe", "doctor", "demo",
+    ]  # fmt: skip
     assert all(entry.module == f"mfs_decompose.cli.{name}" for name, entry in COMMANDS.items())
 
 

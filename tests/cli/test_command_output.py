@@ -177,7 +177,8 @@ WARNING = "vocab: 1 tensor with 259 rows where the base has 257, the new rows st
 def test_plain_progress_is_a_line_a_stage(family: Family, tmp_path: Path) -> None:
     ran = succeeded(*decompose_words(family, tmp_path / "art"), "--progress", "plain")
     assert ran.talk[0] == f"Warning: {WARNING}"
-    for stage, line in zip(STAGES, ran.talk[1:], strict=False):
+    stages = [line for line in ran.talk[1:] if not line.startswith("sizes: ")]  # as often as sizes need
+    for stage, line in zip(STAGES, stages, strict=False):
         assert re.fullmatch(rf"{re.escape(stage)}: \S+ k?B in \d+\.\d s", line)
     assert ran.talk[-2].startswith(f"wrote {tmp_path / 'art'}: ")
     assert ran.talk[-1] == f"next: mfs verify {tmp_path / 'art'} --level values"

@@ -61,7 +61,7 @@ def test_a_verbose_dry_run_says_where_each_value_came_from(sources: dict[str, Pa
     assert rows["deltas.default.factors"] == ["int8", f"recipe {mine}:5"]
     assert rows["output.shard_size"] == ["64000", "--set"]
     assert rows["limits.max_ram"] == ["9000000000", "--max-ram"]
-    assert rows["base.mode"] == ["auto", "default"]
+    assert rows["base.mode"] == ["default", "default"]
     assert {key: origin for key, (_, origin) in rows.items()} == document["recipe_origins"]
     assert "--budget" not in succeeded(*asked).out
 

@@ -99,7 +99,7 @@ def store_family(root: Path, budget: str = "10%") -> StoredFamily:
         DecomposeRequest(
             variants={id: str(folder) for id, folder in family.variants.items()},
             out=root / "art",
-            recipe=load_recipe(None, {"objective.budget": budget}),
+            recipe=load_recipe("lowrank-int4", {"objective.budget": budget}),
             base=str(family.base),
             device="cpu",
             threads=1,

@@ -109,7 +109,7 @@ def test_every_tensor_has_a_record_and_every_expert_one_of_its_own(made: Decompo
             experts = [name for name in kinds if ".experts." in name]
             assert len(experts) == EXPERT_MATRICES.get(made.name, 0)
             coded = {record.tensors[name].tree["codec"] for name in kinds if record.tensors[name].energy > 0}
-            assert "lowrank" in coded
+            assert "banded" in coded
 
 
 def log_probabilities(model: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,11 @@ from mfs_decompose.pipeline.against import compare_with_originals
 from mfs_decompose.pipeline.inspect import inspect, inspect_tensors
 
 UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def _tree_of(tree: dict[str, Any]) -> str:
+    inner = "+".join(_tree_of(child) for child in tree.get("children", []))
+    return f"{tree['codec']}({inner})" if inner else str(tree["codec"])
 
 
 def refs(family: Family, *ids: str) -> dict[str, str]:
@@ -90,7 +97,9 @@ def test_inspect_says_what_the_manifest_holds(art: Path) -> None:
     assert document["files_bytes"] == sum(path.stat().st_size for path in sides)
     vocab = document["variants"][2]
     assert vocab["id"] == "vocab"
-    assert vocab["codecs"] == {"lowrank": 14, "raw": 5, "rows(lowrank+raw)": 1}
+    found = Counter(_tree_of(tensor["tree"]) for tensor in record(art, "vocab")["tensors"].values())
+    assert vocab["codecs"] == found
+    assert found["raw"] == 5 and sum(found.values()) == 20
     assert (vocab["tensors"], vocab["exact_tensors"], vocab["missing"]) == (20, 5, 0)
     assert vocab["footprint"] == vocab["bytes"] / vocab["checkpoint_bytes"] <= 0.05
 
@@ -99,9 +108,13 @@ def test_inspect_tensor_by_tensor(art: Path) -> None:
     found = {one["tensor"]: one for one in inspect_tensors(art, "vocab")}
     tensors = record(art, "vocab")["tensors"]
     assert found.keys() == tensors.keys()
-    steps = tensors[EMBEDDING]["tree"]["children"][0]["params"]["steps"]
-    assert found[EMBEDDING]["codec"] == f"rows(lowrank[{steps} int4]+raw)"
-    assert codec_of(art, "vocab", EMBEDDING) == "rows(lowrank+raw)"
+    tree = next(tensor["tree"] for tensor in tensors.values() if tensor["tree"]["codec"] in ("banded", "sum"))
+    name = next(name for name, tensor in tensors.items() if tensor["tree"] is tree)
+    bands = tree.get("children", [tree])[0]["params"]["bands"]
+    said = " ".join(f"{count}x{bits}" for count, bits in zip(bands, (8, 6, 4, 3, 2), strict=True) if count)
+    assert f"banded[{said}]" in found[name]["codec"]
+    assert found[EMBEDDING]["codec"].startswith("rows(") and found[EMBEDDING]["codec"].endswith("+raw)")
+    assert codec_of(art, "vocab", EMBEDDING).endswith("+raw)")
     assert found[UP]["rel_error"] == pytest.approx((tensors[UP]["error"] / tensors[UP]["energy"]) ** 0.5)
     assert found["model.norm.weight"]["exact"]
     with pytest.raises(UsageError):

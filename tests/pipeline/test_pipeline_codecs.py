@@ -102,7 +102,8 @@ def test_threads_and_order_change_no_byte(name: str, made: dict[str, Path], fami
 
 
 def test_banded_beats_int4_at_the_same_bytes(made: dict[str, Path], family: Family, tmp_path: Path) -> None:
-    run(tmp_path / "int4", family.base, family.variants, {"objective.budget": "20%"})
+    recipe = {"deltas.default.codec": "lowrank", "objective.budget": "20%"}
+    run(tmp_path / "int4", family.base, family.variants, recipe)
     assert _rel_error(made["banded"], "code") < _rel_error(tmp_path / "int4", "code")
 
 
@@ -176,7 +177,8 @@ def test_inspect_tells_sizes(made: dict[str, Path]) -> None:
     [
         ({"deltas.default.codec": "deadzone"}, "needs step"),
         ({"deltas.default.codec": "rowsparse"}, "needs rows"),
-        ({"deltas.default.bits": 4}, "bits is an option of kbit"),
+        ({"deltas.default.codec": "auto", "deltas.default.bits": 4}, "bits is an option of kbit"),
+        ({"deltas.default.factors": "int8", "deltas.default.bits": 4}, "bits is an option of kbit"),
         ({"deltas.default.codec": "kbit", "deltas.default.bits": 9}, "expected at most 8, found 9"),
         ({"deltas.default.codec": "sign", "objective.budget": "5%"}, "takes no objective"),
         ({"deltas.default.factors": "banded", "objective.rank": 4}, "no one rank"),

@@ -30,13 +30,24 @@ TEN = {
 }
 
 
+LOWRANK = {"deltas.default.codec": "lowrank"}
+"""A codec whose reads can be counted beforehand; kills while open tensors are sized: test_pipeline_auto.py."""
+
+
+@pytest.fixture(scope="module")
+def art(tmp_path_factory: pytest.TempPathFactory, family: Family) -> Path:
+    out = tmp_path_factory.mktemp("killed") / "art"
+    run(out, family.base, family.variants, LOWRANK)
+    return out
+
+
 def kill(root: Path, family: Family, picks: dict[str, int] | None, **changes: Any) -> list[Any]:
     """Kill a run of the family at the events picked; where each was, and what it left."""
     given = {
         "root": str(root),
         "base": str(family.base),
         "variants": {id: str(folder) for id, folder in family.variants.items()},
-        "recipe": {},
+        "recipe": LOWRANK,
         "picks": picks,
         "overwrite": False,
         **changes,
@@ -90,27 +101,27 @@ def left_to_read(out: Path, prepared: Prepared, art: Path) -> int:
 
 
 def resume_and_compare(root: Path, family: Family, art: Path, kills: list[Any]) -> list[int]:
-    prepared = prepare(asked(root / "none", family.base, family.variants))
+    prepared = prepare(asked(root / "none", family.base, family.variants, LOWRANK))
     expected = contents(art)
     read: list[int] = []
     for killed in kills:
         out = Path(killed["out"])
         published, left = out.exists(), left_to_read(out, prepared, art)
-        report = run(out, family.base, family.variants)
+        report = run(out, family.base, family.variants, LOWRANK)
         assert contents(out) == expected, killed
         finished = out.exists() and not report.written
         assert report.bytes_read == (0 if finished else left), killed
         assert report.written or published or killed["event"].startswith(("writing shards", "publishing")), killed
         assert not out.with_name(f"{out.name}.partial").exists()
         assert not out.with_name(f"{out.name}.lock").exists()
-        assert not run(out, family.base, family.variants).written
+        assert not run(out, family.base, family.variants, LOWRANK).written
         read.append(report.bytes_read)
     return read
 
 
 def test_the_bytes_that_a_run_reads_are_those_that_are_counted_here(tmp_path: Path, art: Path, family: Family) -> None:
     """Else the assertions below could not fail."""
-    prepared = prepare(asked(tmp_path / "art", family.base, family.variants))
+    prepared = prepare(asked(tmp_path / "art", family.base, family.variants, LOWRANK))
     whole = json.loads((art / "run.json").read_bytes())["bytes_read"]
     assert left_to_read(tmp_path / "art", prepared, art) == whole
 
@@ -133,7 +144,7 @@ def test_killed_while_replacing_an_artifact(tmp_path: Path, family: Family, art:
         out = Path(killed["out"])
         if out.exists():
             assert verify(out).ok
-        run(out, family.base, family.variants, overwrite=True)
+        run(out, family.base, family.variants, LOWRANK, overwrite=True)
         assert contents(out) == expected
         assert [path.name for path in tmp_path.iterdir() if out.name in path.name] == [out.name]
 

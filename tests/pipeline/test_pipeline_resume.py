@@ -44,7 +44,7 @@ def test_ctrl_c_leaves_what_was_done(
     assert partial(out).exists() == resumed  # nothing done, nothing left
     before = kinds(out) if resumed else []
     report = run(out, family.base, family.variants)
-    assert report.resumed_units == sum(kind in ("base", "survey", "encode") for kind in before)
+    assert report.resumed_units == sum(kind in ("base", "survey", "step", "encode") for kind in before)
     assert contents(out) == contents(art)
     assert not partial(out).exists()
 

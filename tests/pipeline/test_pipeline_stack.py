@@ -154,7 +154,7 @@ def test_the_cap_holds(tmp_path: Path, budget: str) -> None:
     report = run(tmp_path / "art", *pair(tmp_path, base, own), {"objective.budget": budget})
     variant = report.variants[0]
     cap = read_budget(budget).cap(variant.checkpoint_bytes)
-    assert min(cap - 350, 9000) < variant.bytes <= cap  # at 9 kB nothing is left to store
+    assert min(cap - 450, 9000) < variant.bytes <= cap  # at 9 kB nothing is left to store
     _, served = back(tmp_path / "art", "own", tmp_path / "out", dtype="float32")
     assert measured_error(own, base, served) == pytest.approx(variant.rel_error, rel=1e-6)
 

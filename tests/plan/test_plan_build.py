@@ -34,7 +34,7 @@ def test_the_floor_of_plans_needs_no_tensor_library() -> None:
 def test_matrices_get_the_lossy_codec_and_vectors_are_raw() -> None:
     plan = plan_of(checkpoint("a", LLAMA))
     matrix, norm = found(plan, UP), found(plan, NORM)
-    assert (matrix.codec, matrix.matrix, dict(matrix.params)) == ("lowrank", (96, 40), {"factors": "int4"})
+    assert (matrix.codec, matrix.auto, matrix.matrix, dict(matrix.params)) == ("banded", True, (96, 40), {})
     assert (norm.codec, norm.matrix, dict(norm.params), norm.steps) == ("raw", None, {}, 0)
     assert (plan.base_mode, plan.base_store, plan.groups) == ("known", "copy", len(LLAMA))
 
@@ -102,7 +102,7 @@ def test_a_head_of_its_own_is_compared_with_the_embedding_of_a_tied_base() -> No
     plan = plan_of(checkpoint("a", {**LLAMA, "lm_head.weight": LLAMA[EMBEDDING]}))
     item = found(plan, "lm_head.weight")
     assert item.base is not None
-    assert (item.kind, item.base.name, item.codec) == ("tied", EMBEDDING, "lowrank")
+    assert (item.kind, item.base.name, item.auto) == ("tied", EMBEDDING, True)
 
 
 def test_a_mean_base_needs_no_base() -> None:

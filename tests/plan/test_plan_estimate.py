@@ -79,7 +79,7 @@ def test_a_summary_is_plain_json(tmp_path: Path) -> None:
     document = json.loads(json.dumps(summarise(plan, of({"objective.budget": "8%"}), BASE, PAIR, tmp_path)))
     assert document["schema"] == "mfs.plan/1"
     assert document["coverage"] == {"tensors": 3 * len(LLAMA), "planned": 3 * len(LLAMA), "groups": len(LLAMA)}
-    assert document["variants"][1]["codecs"] == {"lowrank": 9, "raw": 3}
+    assert document["variants"][1]["codecs"] == {"auto": 9, "raw": 3}
     assert 0 < document["variants"][1]["max_footprint"] <= 0.08
     assert document["recipe"]["objective"] == {"budget": 0.08}
     assert document["base"] == {"mode": "known", "store": "copy", "bytes": BASE.shards[0].size}

@@ -132,7 +132,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"schema": None}, "expected the schema mfs.plan/1, found 'None'"),
     ({"recipe": {"schema": "mfs.recipe/1", "sed": 1}}, "recipe.sed: extra inputs are not permitted"),
     ({"recipe": None}, "recipe: "),
-    ({"base": {"mode": "refined", "store": "copy"}}, "base.mode: input should be 'known' or 'mean'"),
+    (
+        {"base": {"mode": "refind", "store": "copy"}},
+        "base.mode: input should be 'known', 'mean', 'refined' or 'shared'",
+    ),
     ({"base": {"mode": "mean", "store": "copy"}}, "its sources are base, a, b, and its variants a, b"),
     ({"sources": []}, "its sources are , and its variants a, b"),
     ({"sources": [{"id": "a"}]}, "sources.0.ref: field required"),

@@ -48,7 +48,6 @@ def test_without_a_recipe_all_is_default() -> None:
         "base.store",
         "objective.budget",
         "deltas.default.codec",
-        "deltas.default.factors",
         "deltas.keep_exact",
         "output.shard_size",
         "seed",
@@ -124,7 +123,7 @@ def test_an_override_that_takes_a_value_away_leaves_the_default(mine: Path) -> N
 CHANGES = st.fixed_dictionaries(
     {},
     optional={
-        "base.mode": st.sampled_from(["auto", "known", "mean"]),
+        "base.mode": st.sampled_from(["auto", "known", "mean", "refined", "shared"]),
         "base.store": st.sampled_from(["copy", "reference"]),
         "seed": st.integers(0, 9),
         "output.shard_size": st.sampled_from(["64kB", 5_000]),

@@ -55,7 +55,7 @@ def test_its_example_of_a_key_works() -> None:
 
 def test_defaults_are_those_of_the_page() -> None:
     recipe = load_recipe()
-    assert (recipe.base.mode, recipe.base.store, recipe.seed) == ("auto", "auto", 0)
+    assert (recipe.base.mode, recipe.base.store, recipe.seed) == ("default", "auto", 0)
     assert recipe.output.shard_size == 2_000_000_000
     assert str(recipe.objective.budget) == "5 %"
-    assert (recipe.deltas.default.codec, recipe.deltas.default.factors) == ("lowrank", "int4")
+    assert (recipe.deltas.default.codec, recipe.deltas.default.factors) == ("auto", None)

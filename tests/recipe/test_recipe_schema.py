@@ -27,9 +27,9 @@ def mistakes(**data: Any) -> list[tuple[tuple[str | int, ...], str]]:
 def test_nothing_given_is_the_default_behaviour() -> None:
     assert recipe().canonical() == {
         "schema": "mfs.recipe/1",
-        "base": {"mode": "auto", "store": "auto"},
+        "base": {"mode": "default", "store": "auto"},
         "objective": {"budget": 0.05},
-        "deltas": {"default": {"codec": "lowrank", "factors": "int4"}, "rules": []},
+        "deltas": {"default": {"codec": "auto"}, "rules": []},
         "output": {"shard_size": 2_000_000_000},
         "seed": 0,
     }
@@ -76,11 +76,44 @@ def test_a_recipe_is_frozen_and_hashes_nothing_mutable() -> None:
 
 @pytest.mark.parametrize(
     ("codec", "factors", "values"),
-    [("lowrank", "int4", None), ("sparse", None, "bf16"), ("raw", None, None), ("lossless", None, None)],
+    [
+        ("auto", None, None),
+        ("lowrank", "int4", None),
+        ("sparse", None, "bf16"),
+        ("raw", None, None),
+        ("lossless", None, None),
+    ],
 )
 def test_each_codec_has_its_own_option(codec: str, factors: str | None, values: str | None) -> None:
     delta = Delta.model_validate({"codec": codec})
     assert (delta.factors, delta.values) == (factors, values)
+
+
+@pytest.mark.parametrize(
+    ("default", "objective", "codec"),
+    [
+        ({}, {}, "auto"),
+        ({}, {"budget": "3%"}, "auto"),
+        ({}, {"rank": 16}, "lowrank"),
+        ({}, {"density": "2%"}, "sparse"),
+        ({"factors": "banded"}, {}, "lowrank"),
+        ({"values": "int8"}, {"density": "2%"}, "sparse"),
+        ({"scale": "row"}, {}, "sign"),
+        ({"step": 1e-4}, {}, "deadzone"),
+    ],
+)
+def test_an_option_or_an_objective_stands_for_its_codec(
+    default: dict[str, Any], objective: dict[str, Any], codec: str
+) -> None:
+    made = recipe(deltas={"default": default}, objective=objective)
+    assert made.deltas.default.codec == codec
+    assert Recipe.model_validate(made.canonical()) == made
+
+
+def test_a_codec_that_is_named_is_the_one() -> None:
+    found = mistakes(deltas={"default": {"codec": "auto"}}, objective={"rank": 16})
+    assert [message for _, message in found] == ["the objective rank needs the codec lowrank, found auto"]
+    assert "factors is an option of lowrank" in mistakes(deltas={"default": {"codec": "auto", "factors": "int8"}})[0][1]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +145,8 @@ def test_two_objectives_are_refused(two: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("default", "rules", "objective", "kind"),
     [
+        ("auto", [], {}, "budget"),
+        ("auto", [NORMS, HEAD], {"budget": "9%"}, "budget"),
         ("lowrank", [], {}, "budget"),
         ("sparse", [], {}, "budget"),
         ("lossless", [], {}, None),
@@ -199,9 +234,9 @@ RULES = recipe(
         ("model.layers.1.norm.weight", "raw", None),
         ("model.layers.1.q_proj.bias", "raw", None),
         ("model.layers.2.q_proj.weight", "lowrank", 3),
-        ("model.layers.12.q_proj.weight", "lowrank", None),
-        ("MODEL.LAYERS.0.X", "lowrank", None),  # names are compared as they are written
-        ("lm_head.weight", "lowrank", None),
+        ("model.layers.12.q_proj.weight", "auto", None),
+        ("MODEL.LAYERS.0.X", "auto", None),  # names are compared as they are written
+        ("lm_head.weight", "auto", None),
     ],
 )
 def test_the_first_rule_that_fits_is_chosen(name: str, codec: str, rank: int | None) -> None:
@@ -211,7 +246,7 @@ def test_the_first_rule_that_fits_is_chosen(name: str, codec: str, rank: int | N
 
 def test_the_default_is_chosen_as_a_rule_for_everything() -> None:
     rule = choose(RULES, "lm_head.weight")
-    assert (rule.match, rule.factors) == (("*",), "int4")
+    assert (rule.match, rule.codec, rule.factors) == (("*",), "auto", None)
 
 
 def test_rules_that_hold_for_nothing_are_found() -> None:

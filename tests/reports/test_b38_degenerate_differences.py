@@ -32,7 +32,14 @@ def rotation(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["layers.2.weight", "experts"])
-@pytest.mark.parametrize("recipe", [{"objective.rank": 3}, {"objective.budget": "60%"}])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"objective.rank": 3},
+        {"deltas.default.codec": "lowrank", "objective.budget": "60%"},
+        {"deltas.default.codec": "auto", "objective.budget": "60%"},
+    ],
+)
 def test_one_bad_element_costs_one_matrix(tmp_path: Path, value: float, where: str, recipe: dict[str, object]) -> None:
     base = layers()
     generator = torch.Generator().manual_seed(39)
@@ -44,7 +51,9 @@ def test_one_bad_element_costs_one_matrix(tmp_path: Path, value: float, where: s
     for name, found in tensors.items():
         assert math.isfinite(found["error"]) and math.isfinite(found["energy"])
         assert found["nonfinite"] == (name == where)
-        if name != where:
+        if name not in (where, "experts") and recipe.get("deltas.default.codec") == "auto":
+            assert found["tree"]["codec"] in ("banded", "deadzone", "sum", "lossless")
+        elif name != where:
             assert found["tree"]["codec"] == "lowrank"
     weights = back(tmp_path / "art", "v", tmp_path / "out")
     if where == "experts":

@@ -1,0 +1,61 @@
+"""What pass 1 finds out about an open item beside its fit: how its delta, and what the fit leaves, would be coded.
+
+Some rows stand for all: allocation needs the shape of a curve, and what is chosen is sized before it is written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mfs_decompose.codec.base import Fit
+from mfs_decompose.codec.deadzone import DEAD
+from mfs_decompose.linalg.dead_curve import DeadCurve, measure_dead_curve
+from mfs_decompose.pipeline.direct import delta_matrix
+from mfs_decompose.pipeline.exact import CountingSink, encode_rows
+from mfs_decompose.pipeline.reading import Sources
+from mfs_decompose.pipeline.surveyed import OpenFacts
+from mfs_decompose.plan.model import Item
+
+_SAMPLE = 1 << 17  # elements
+_PIECES = 16  # that it is taken in, evenly spaced
+
+
+def survey_open(item: Item, fit: Fit, sources: Sources) -> OpenFacts:
+    """Curves of the delta itself and of what the whole fit leaves, and about how many bytes all bits would take."""
+    shape, delta, _ = delta_matrix(item, sources)
+    places = _places(shape)
+    rows = torch.cat([delta(start, stop) for start, stop in places])
+    curves: list[tuple[int, DeadCurve]] = []
+    for rank in (0, fit.steps):
+        rest = rows if rank == 0 else rows - _fitted(fit, places)
+        curve = measure_dead_curve(rest, DEAD)
+        if curve is not None:
+            curves.append((rank, curve))
+    return OpenFacts(fit.total, tuple(curves), _exact_bytes(item, sources))
+
+
+def _places(shape: tuple[int, int]) -> list[tuple[int, int]]:
+    """Row ranges of the sample: all rows of a small matrix."""
+    wanted = max(1, _SAMPLE // shape[1])
+    if wanted >= shape[0]:
+        return [(0, shape[0])]
+    pieces = min(_PIECES, wanted)
+    length = wanted // pieces
+    return [(at * shape[0] // pieces, at * shape[0] // pieces + length) for at in range(pieces)]
+
+
+def _fitted(fit: Fit, places: list[tuple[int, int]]) -> torch.Tensor:
+    left = fit.arrays["u"].to(torch.float32) * fit.arrays["us"]
+    right = fit.arrays["v"].to(torch.float32) * fit.arrays["vs"]
+    chosen = torch.cat([left[:, start:stop] for start, stop in places], dim=1)
+    return chosen.mT @ right
+
+
+def _exact_bytes(item: Item, sources: Sources) -> float:
+    """About what the lossless codec takes for the whole tensor, from rows in its middle, new rows raw."""
+    common = item.common
+    count = min(common.rows, max(1, _SAMPLE * common.rows // common.numel))
+    first = (common.rows - count) // 2
+    sink = CountingSink()
+    encode_rows(item, first, first + count, sources, sink)
+    return sink.tell() * common.rows / count

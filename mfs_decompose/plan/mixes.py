@@ -1,0 +1,251 @@
+"""Open deltas: bands for their strong directions, a coded rest under one step, all bits where those are no dearer.
+
+Drift of a direction grows faster than its energy. A fine-tune's delta is a sum of gradients times activations, so its
+strong directions are those that activations have, and leaving one out shifts all tokens in one sense. What was measured
+on a light and on a heavy full fine-tune, over four decades of KL, low rank, banded and with a coded rest alike, follows
+
+    drift = sum over directions left out of s^2 (s / s_1)^4, times e^2 where a dead zone of error e codes them
+          + WHITE * e (1 - e) * (energy of the rest) * (mean of (s / s_1)^4), which coding spreads over all directions
+          + NOISY * e^2 * noise of the bands, weighted alike
+
+within a factor of 1.25 (docs/decisions/0014). It says how to split bytes between bands and rests. Between tensors,
+plain energy a byte orders bands better than it does, and keeps doing that.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from mfs_decompose.linalg.bands import ERROR, WIDTHS, Bands, bands_bytes
+from mfs_decompose.linalg.dead_curve import RATIOS, DeadCurve
+
+STEEP = 2.0
+"""The power of (s / s_1)^2 that the energy of a direction is weighted with."""
+
+WHITE = 0.035
+NOISY = 0.02
+
+_NOTHING: Bands = (0,) * len(WIDTHS)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """How one delta is stored: `exact` with all bits, else as bands and, where `step` is not 0, a coded rest."""
+
+    bands: Bands = _NOTHING
+    step: float = 0.0
+    exact: bool = False
+
+    @property
+    def sized(self) -> bool:
+        """Whether its bytes are known only once it is encoded."""
+        return self.exact or self.step > 0.0
+
+
+@dataclass(frozen=True)
+class MixCandidate:
+    """What allocation knows of a delta [O, I] of squared norm `energy`.
+
+    `explained` are its squared singular values as far as they were fitted, `curves` (rank, curve of the rest beyond
+    that many directions) by rising rank, `exact_bytes` about what all bits cost, None where that is not on offer.
+    `entry_bytes` are the header that its first byte costs; `weight` is the drift of a unit of missing energy.
+    """
+
+    shape: tuple[int, int]
+    energy: float
+    explained: Sequence[float]
+    curves: Sequence[tuple[int, DeadCurve]]
+    exact_bytes: float | None
+    entry_bytes: int
+    weight: float = 1.0
+
+    @property
+    def elements(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @cached_property
+    def sums(self) -> tuple[float, ...]:
+        """Energy of the first i directions."""
+        return tuple(accumulate(self.explained, initial=0.0))
+
+    @cached_property
+    def heavy(self) -> tuple[float, ...]:
+        """Drift of the first i directions."""
+        return tuple(accumulate((one * self._steep(one) for one in self.explained), initial=0.0))
+
+    @cached_property
+    def beyond(self) -> float:
+        """Drift of what was not fitted, at most: as if all of it lay in directions as strong as the last that was."""
+        last = self.explained[-1] if self.explained else 0.0
+        return max(self.energy - self.sums[-1], 0.0) * (self._steep(last) if self.explained else 1.0)
+
+    @cached_property
+    def mean_steep(self) -> float:
+        """Mean weight of a unit of energy that is spread over all directions."""
+        count = min(self.shape)
+        last = self._steep(self.explained[-1]) if self.explained else 1.0
+        known = math.fsum(map(self._steep, self.explained))
+        return (known + (count - len(self.explained)) * last) / count
+
+    def left(self, rank: int) -> float:
+        """Energy beyond the first directions."""
+        return max(self.energy - self.sums[rank], 0.0)
+
+    def _steep(self, energy: float) -> float:
+        strongest = self.explained[0]
+        return (energy / strongest) ** STEEP if strongest > 0.0 else 1.0
+
+
+def mix_drift(candidate: MixCandidate, mix: Mix) -> float:
+    """The predicted drift of one way to store a delta, in weighted energy."""
+    if mix.exact:
+        return 0.0
+    rank = sum(mix.bands)
+    tail = candidate.heavy[-1] - candidate.heavy[rank] + candidate.beyond
+    noise = _noise(candidate.heavy, mix.bands)
+    error = rest_error(candidate, mix)
+    white = WHITE * error * (1.0 - error) * _rest(candidate, mix.bands) * candidate.mean_steep
+    return candidate.weight * (error * error * (tail + NOISY * noise) + white)
+
+
+def energy_lost(candidate: MixCandidate, mix: Mix) -> float:
+    """What a mix loses of a delta's squared norm."""
+    return 0.0 if mix.exact else rest_error(candidate, mix) * _rest(candidate, mix.bands)
+
+
+def mix_bytes(candidate: MixCandidate, mix: Mix) -> float:
+    """What one way to store a delta takes, without the header of its entry."""
+    if mix.exact:
+        assert candidate.exact_bytes is not None, "all bits are not on offer"
+        return candidate.exact_bytes
+    return bands_bytes(candidate.shape, mix.bands) + rest_bits(candidate, mix) * candidate.elements / 8
+
+
+def rest_error(candidate: MixCandidate, mix: Mix) -> float:
+    """The part of a rest's energy that coding loses: 1 where it is not coded."""
+    return _at(candidate, mix)[1]
+
+
+def rest_bits(candidate: MixCandidate, mix: Mix) -> float:
+    """Bits that coding a rest takes for each of its elements."""
+    return _at(candidate, mix)[0]
+
+
+def corrected(candidate: MixCandidate, mix: Mix, nbytes: int) -> MixCandidate:
+    """The candidate once it is known what a mix of it really takes: a sample may miss what a tensor is like."""
+    if mix.exact:
+        return replace(candidate, exact_bytes=float(nbytes))
+    foretold = rest_bits(candidate, mix) * candidate.elements / 8
+    if foretold <= 0.0:
+        return candidate
+    ratio = max(nbytes - bands_bytes(candidate.shape, mix.bands), 1) / foretold
+    curves = [(rank, DeadCurve(tuple(bits * ratio for bits in one.bits), one.error)) for rank, one in candidate.curves]
+    return replace(candidate, curves=curves)
+
+
+def split(
+    candidates: Mapping[tuple[str, str], MixCandidate],
+    bands: Mapping[tuple[str, str], Bands],
+    budget: float,
+) -> dict[tuple[str, str], Mix]:
+    """Bands as given, and what is left of a budget for their rests, all coded under one step: one lambda for all.
+
+    A rest of which nothing would be coded is left uncoded. Steps are finer by the root of a candidate's weight.
+    """
+    left = budget - math.fsum(
+        bands_bytes(one.shape, bands[key]) + one.entry_bytes for key, one in candidates.items() if sum(bands[key])
+    )
+    scales = {key: math.sqrt(_rest(one, bands[key]) / one.elements) for key, one in candidates.items()}
+    largest = max(scales.values(), default=0.0)
+    if left <= 0.0 or largest <= 0.0:
+        return {key: Mix(bands[key]) for key in candidates}
+
+    def mix(key: tuple[str, str], step: float) -> Mix:
+        found = Mix(bands[key], step)
+        coded = scales[key] > 0.0 and rest_bits(candidates[key], found) >= _LEAST_BITS
+        return found if coded else Mix(bands[key])
+
+    def mixes(step: float) -> dict[tuple[str, str], Mix]:
+        return {key: mix(key, _on_grid(step / math.sqrt(one.weight))) for key, one in candidates.items()}
+
+    def rest_bytes(key: tuple[str, str], mix: Mix) -> float:
+        header = 0 if sum(mix.bands) else candidates[key].entry_bytes
+        return rest_bits(candidates[key], mix) * candidates[key].elements / 8 + header if mix.step else 0.0
+
+    def taken(step: float) -> float:
+        return math.fsum(rest_bytes(key, mix) for key, mix in mixes(step).items())
+
+    low, high = math.log2(largest) - 24.0, math.log2(largest) + 8.0
+    for _ in range(_TURNS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if taken(2.0**middle) > left else (low, middle)
+    found = mixes(2.0**high)
+    left -= taken(2.0**high)
+    for key in sorted(found):  # steps are few: what is left takes one tensor after the other to its next one
+        finer = mix(key, _finer(found[key].step)) if found[key].step else found[key]
+        cost = rest_bytes(key, finer) - rest_bytes(key, found[key])
+        if cost <= left:
+            found[key], left = finer, left - cost
+    return found
+
+
+def _on_grid(step: float) -> float:
+    """The next step, from this one up, of the 8 significant bits that a dead zone keeps."""
+    part, power = math.frexp(step)
+    return math.ldexp(math.ceil(part * 256), power - 8)
+
+
+def _finer(step: float) -> float:
+    """The step on the grid below one that lies on it."""
+    part, power = math.frexp(step)
+    return math.ldexp(round(part * 256) - 1, power - 8)
+
+
+_TURNS = 40
+_LEAST_BITS = 2e-3  # an element: below this models and headers are most of it
+
+
+def _at(candidate: MixCandidate, mix: Mix) -> tuple[float, float]:
+    rest = _rest(candidate, mix.bands) if mix.step > 0.0 else 0.0
+    curve = _curve_at(candidate, sum(mix.bands)) if rest > 0.0 else None
+    if curve is None:
+        return 0.0, 1.0
+    ratio = mix.step / math.sqrt(rest / candidate.elements)
+    bits, error = curve.at(ratio)
+    finer = max(RATIOS[0] / ratio, 1.0)  # than was measured: a bit for each halving
+    return bits + math.log2(finer), error / finer**2
+
+
+def _rest(candidate: MixCandidate, bands: Bands) -> float:
+    """Energy of what is left to be coded: directions left out, and the noise of those kept."""
+    return candidate.left(sum(bands)) + _noise(candidate.sums, bands)
+
+
+def _noise(sums: Sequence[float], bands: Bands) -> float:
+    taken, noise = 0, 0.0
+    for count, bits in zip(bands, WIDTHS, strict=True):
+        noise += ERROR[bits] * (sums[taken + count] - sums[taken])
+        taken += count
+    return noise
+
+
+def _curve_at(candidate: MixCandidate, rank: int) -> DeadCurve | None:
+    """The curve of the rest beyond `rank` directions: between two that were measured, in between."""
+    curves = candidate.curves
+    if not curves:
+        return None
+    after = min(bisect_left(curves, rank, key=lambda curve: curve[0]), len(curves) - 1)
+    if after == 0 or curves[after][0] <= rank:
+        return curves[after][1]
+    (low, one), (high, two) = curves[after - 1], curves[after]
+    part = (rank - low) / (high - low)
+    return DeadCurve(_between(one.bits, two.bits, part), _between(one.error, two.error, part))
+
+
+def _between(one: Sequence[float], two: Sequence[float], part: float) -> tuple[float, ...]:
+    return tuple(a * (1 - part) + b * part for a, b in zip(one, two, strict=True))

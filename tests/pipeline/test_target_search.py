@@ -1,0 +1,187 @@
+"""The search for a target on made curves: no model, only sizes, scores and drifts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mfs_decompose.pipeline.gauge import Drift
+from mfs_decompose.pipeline.target_search import CLOSE, MOST, Road, Size, Trial, search, smallest_held
+from mfs_decompose.recipe.values import Target
+
+LOW, HIGH = 10_000, 4_000_000
+TOKENS = 4_000
+
+
+@dataclass
+class Variant:
+    """Scores and drifts by bytes; `grid` is the ratio between two sizes next to each other."""
+
+    score: Callable[[float], float]
+    kl: Callable[[float], float]
+    exact: bool = True
+    grid: float = 1.0005
+    ln_ppl: Callable[[float], float] | None = None
+    measured: list[int] = field(default_factory=list)
+
+    def look(self, cap: int) -> Size:
+        if cap >= HIGH:
+            return Size(HIGH, HIGH, 0.0 if self.exact else self.score(HIGH))
+        steps = math.floor(math.log(max(cap, LOW) / LOW) / math.log(self.grid) + 1e-9)
+        nbytes = int(LOW * self.grid**steps)
+        return Size(cap, nbytes, self.score(nbytes))
+
+    def measure(self, size: Size) -> Drift:
+        self.measured.append(size.nbytes)
+        assert size.nbytes < HIGH or not self.exact, "all bits need no measurement"
+        ln_ppl = None if self.ln_ppl is None else self.ln_ppl(size.nbytes)
+        return Drift(self.kl(size.nbytes), ln_ppl, TOKENS)
+
+    def search(self, target: Target) -> list[Trial]:
+        low, high = self.look(LOW), self.look(HIGH)
+        road = Road(low, high, self.exact, self.look, lambda score: 0.1 * score / low.score)
+        trials = search(target, road, TOKENS, self.measure)
+        assert len(trials) == len(self.measured) <= MOST
+        assert len(set(self.measured)) == len(self.measured), "nothing is measured twice"
+        return trials
+
+
+def power(slope: float, at_low: float) -> Callable[[float], float]:
+    return lambda nbytes: at_low * (nbytes / LOW) ** -slope
+
+
+def held(target: Target, trials: list[Trial]) -> Trial:
+    best = smallest_held(target, trials)
+    assert best is not None
+    return best
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    foretold=st.floats(0.4, 6.0),
+    warp=st.floats(0.5, 2.0),
+    at_low=st.floats(1e-3, 3.0),
+    part=st.floats(0.03, 0.97),
+    wave=st.floats(0.0, 0.15),
+)
+def test_it_ends_inside_the_window(foretold: float, warp: float, at_low: float, part: float, wave: float) -> None:
+    """Whatever power of the score the KL is, steep or flat in bytes, and with waves that no outlook knows of."""
+
+    def kl(nbytes: float) -> float:
+        along = math.log(nbytes / LOW)
+        return at_low * math.exp(-warp * foretold * along + wave * math.sin(3 * along))
+
+    limit = math.exp(part * math.log(kl(HIGH)) + (1 - part) * math.log(kl(LOW)))
+    assume(limit > 1e-9)  # what is far below is rounding
+    target = Target("kl", limit)
+    variant = Variant(power(foretold, 50.0), kl)
+    best = held(target, variant.search(target))
+    assert CLOSE * limit < best.drift.kl <= limit
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    knees=st.lists(st.tuples(st.floats(0.0, 6.0), st.floats(0.02, 9.0)), min_size=1, max_size=5),
+    foretold=st.floats(0.3, 4.0),
+    limit=st.floats(-16.0, 0.0),
+    exact=st.booleans(),
+    grid=st.floats(1.0005, 1.5),
+)
+def test_any_falling_curve(
+    knees: list[tuple[float, float]], foretold: float, limit: float, exact: bool, grid: float
+) -> None:
+    """Broken lines, sizes far apart, an outlook that knows nothing: the answer holds, or there is none."""
+
+    def kl(nbytes: float) -> float:
+        along = math.log(nbytes / LOW)
+        return 0.5 * math.exp(-sum(slope * max(along - start, 0.0) for start, slope in knees))
+
+    target = Target("kl", math.exp(limit))
+    variant = Variant(power(foretold, 7.0), kl, exact=exact, grid=grid)
+    trials = variant.search(target)
+    best = smallest_held(target, trials)
+    if best is not None:
+        assert best.drift.kl <= target.limit
+        assert all(trial.size.nbytes >= best.size.nbytes for trial in trials if trial.drift.kl <= target.limit)
+    elif not exact:
+        assert kl(HIGH) > target.limit, "it could have been reached"
+        assert trials[-1].size.nbytes == HIGH
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_smallest_possible_is_an_answer(exact: bool) -> None:
+    target = Target("kl", 0.2)
+    variant = Variant(power(1.0, 3.0), power(1.0, 0.15), exact=exact)
+    assert held(target, variant.search(target)).size.nbytes == LOW
+    assert len(variant.measured) <= 2
+
+
+def test_out_of_reach_is_known_from_the_upper_end() -> None:
+    target = Target("kl", 1e-6)
+    variant = Variant(power(1.0, 3.0), lambda nbytes: 0.01 + power(1.0, 1.0)(nbytes), exact=False)
+    trials = variant.search(target)
+    assert smallest_held(target, trials) is None
+    assert variant.measured[-1] == HIGH
+
+
+def test_below_all_that_is_coded_every_bit_is_left() -> None:
+    """The KL of anything lossy stays above the limit: the upper end is the answer, and is not measured."""
+    target = Target("kl", 1e-9)
+    variant = Variant(power(1.0, 3.0), lambda nbytes: 1e-4 + power(1.0, 1.0)(nbytes))
+    assert smallest_held(target, variant.search(target)) is None
+    assert HIGH not in variant.measured
+
+
+def test_a_good_prior_needs_one_measurement() -> None:
+    target = Target("kl", 1e-3)
+    variant = Variant(power(1.5, 5.0), power(1.5, 0.092))
+    held(target, variant.search(target))
+    assert len(variant.measured) <= 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(slope=st.floats(0.6, 4.0), factor=st.floats(0.3, 4.0), limit=st.floats(-8.5, -4.5))
+def test_perplexity_moves_along_the_kl(slope: float, factor: float, limit: float) -> None:
+    kl = power(slope, 0.4)
+    target = Target("ppl", math.exp(limit))
+
+    def ln_ppl(nbytes: float) -> float:
+        return factor * (2 * math.sqrt(2 * kl(nbytes) / TOKENS) + kl(nbytes))
+
+    variant = Variant(power(slope, 50.0), kl, ln_ppl=ln_ppl)
+    trials = variant.search(target)
+    best = smallest_held(target, trials)
+    if ln_ppl(HIGH) < 0.8 * target.limit < target.limit < ln_ppl(LOW):
+        assert best is not None and CLOSE * target.limit < best.value("ppl") <= target.limit
+
+
+def test_perplexity_that_is_not_monotone() -> None:
+    """A dip far below, as where the drift changes its sign: what is returned was measured and holds."""
+    kl = power(1.5, 0.4)
+
+    def ln_ppl(nbytes: float) -> float:
+        dip = 0.2 if 60_000 < nbytes < 90_000 else 1.0
+        return dip * 3 * math.sqrt(kl(nbytes) / TOKENS)
+
+    target = Target("ppl", 1e-3)
+    variant = Variant(power(1.5, 50.0), kl, ln_ppl=ln_ppl)
+    best = held(target, variant.search(target))
+    assert ln_ppl(best.size.nbytes) <= target.limit
+
+
+def test_a_drift_that_is_no_number_does_not_hold() -> None:
+    variant = Variant(power(1.0, 3.0), lambda _: 1e6)
+    target = Target("kl", 1e-3)
+    assert smallest_held(target, variant.search(target)) is None
+
+
+def test_no_drift_at_all_leads_down_to_the_smallest() -> None:
+    target = Target("kl", 1e-5)
+    variant = Variant(power(1.0, 3.0), lambda _: 0.0)
+    assert held(target, variant.search(target)).size.nbytes == LOW
+    assert len(variant.measured) == 2
