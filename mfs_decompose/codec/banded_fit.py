@@ -47,8 +47,8 @@ class BandedFit:
         return Banded().open(node, fetch, shape)
 
 
-def encode_bands(fit: CodecNode, fetch: Fetch, bands: Bands, emit: Emit) -> CodecNode:
-    """Quantise the leading `sum(bands)` directions of a fit that `fetch` reads out of scratch."""
+def encode_bands(fit: CodecNode, fetch: Fetch, bands: Bands, emit: Emit, rows: int) -> CodecNode:
+    """Quantise the leading `sum(bands)` directions of a fit that `fetch` reads out of scratch, for its first `rows`."""
     rank = sum(bands)
     sides = []
     for side in "uv":
@@ -56,6 +56,7 @@ def encode_bands(fit: CodecNode, fetch: Fetch, bands: Bands, emit: Emit) -> Code
         codes = read_array(fit, side, fetch, "F16", (kept, length))[:rank]
         scales = read_array(fit, side + "s", fetch, "F32", (kept, 1))[:rank]
         sides.append(codes.to(torch.float32) * scales)
+    sides[0] = sides[0][:, :rows]
     return Banded().encode(sides[0], sides[1], bands, emit)
 
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from mfs_decompose.base_extraction import delta_rows
 from mfs_decompose.codec.arrays import tensor_bytes
 from mfs_decompose.codec.banded_fit import encode_bands
-from mfs_decompose.codec.base import DECODE_ELEMENTS
+from mfs_decompose.codec.base import DECODE_ELEMENTS, matrix_shape
 from mfs_decompose.codec.opened import OpenedTensor
 from mfs_decompose.codec.shared import with_shared
 from mfs_decompose.codec.tree import CodecNode
@@ -20,6 +20,7 @@ from mfs_decompose.codec.truncate import truncate
 from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.linalg.bands import Bands
 from mfs_decompose.linalg.sums import squared_norm
+from mfs_decompose.pipeline.deltas import same_bits
 from mfs_decompose.pipeline.direct import add_correction, add_residual, emit_to, encode_direct, reader_at
 from mfs_decompose.pipeline.encode_stack import copy_ranges, encode_stack
 from mfs_decompose.pipeline.exact import CountingSink, encode_exact, join_rows, splits_of
@@ -28,6 +29,8 @@ from mfs_decompose.pipeline.reading import Advance, Sources, row_blocks
 from mfs_decompose.pipeline.scheduler import Stop
 from mfs_decompose.pipeline.surveyed import Surveyed
 from mfs_decompose.plan.model import Item, Options
+
+_MOST_ROWS = 4096  # compared at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class Encoder:
         if choice.codec == "identical":
             node = CodecNode("identical")
         else:
-            node = self._lossy(_as_chosen(item, choice), surveyed, choice, fits, output)
+            node = self._changed(_as_chosen(item, choice), surveyed, choice, fits, output)
         return join_rows(node, item, self.sources.own(item), output)
 
     def size(self, item: Item, surveyed: Surveyed, choice: Choice, fits: BinaryIO | None) -> int:
@@ -117,7 +120,38 @@ class Encoder:
             encode_exact(item, "lossless", self.sources, counted)
             return counted.tell() - item.tail_bytes
         bare = replace(_as_chosen(item, choice), keep_exact=False)
-        return self._lossy(bare, surveyed, choice, fits, io.BytesIO()).nbytes
+        return self._changed(bare, surveyed, choice, fits, io.BytesIO()).nbytes
+
+    def _changed(
+        self, item: Item, surveyed: Surveyed, choice: Choice, fits: BinaryIO | None, output: BinaryIO
+    ) -> CodecNode:
+        """Write the common rows: last rows that equal the base's, such as those of a padded vocabulary, stay so.
+
+        Factors in bands have no zero, so each row of a delta would get a little of every direction.
+        """
+        same = self._unchanged_at_end(item) if choice.codec == "banded" and item.key not in self.sources.shared else 0
+        changed = item.common_rows - same
+        if not same or matrix_shape((changed, *item.spec.shape[1:])) is None:
+            return self._lossy(item, surveyed, choice, fits, output)
+        node = self._lossy(replace(item, common_rows=changed), surveyed, choice, fits, output)
+        splits = [0, changed, item.common_rows]
+        return CodecNode("rows", params={"splits": [*splits]}, children=(node, CodecNode("identical")))
+
+    def _unchanged_at_end(self, item: Item) -> int:
+        """How many of the last common rows have the base's bits."""
+        own, base = self.sources.own(item), self.sources.of_base(item)
+        if base is None or not item.comparable_bits:
+            return 0
+        stop, step = item.common_rows, 1
+        while stop > 0:
+            start = max(stop - step, 0)
+            if not same_bits(own(start, stop), base(start, stop)):
+                if step == 1:
+                    break
+                step = 1
+                continue
+            stop, step = start, min(2 * step, _MOST_ROWS)
+        return item.common_rows - stop
 
     def _lossy(
         self, item: Item, surveyed: Surveyed, choice: Choice, fits: BinaryIO | None, output: BinaryIO
@@ -133,7 +167,9 @@ class Encoder:
             if surveyed.slices:
                 return encode_stack(item, surveyed, choice.slices, self.sources, fits, output)
             if item.codec == "banded":
-                node = encode_bands(fit, reader_at(fits, surveyed.offset), choice.bands, emit_to(output))
+                shape = matrix_shape(item.common.shape)
+                assert shape is not None, "bands are of a matrix"
+                node = encode_bands(fit, reader_at(fits, surveyed.offset), choice.bands, emit_to(output), shape[0])
             else:
                 node, ranges = truncate(fit, choice.steps)
                 copy_ranges(fits, surveyed.offset, ranges, output)

@@ -43,7 +43,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return base, tuned
 
 
-@pytest.mark.parametrize("recipe", [{"codec": "lossless"}, {"budget": "8%", "codec": "lowrank"}, {"rank": 5}])
+@pytest.mark.parametrize(
+    "recipe",
+    [{"codec": "lossless"}, {"budget": "8%"}, {"budget": "8%", "codec": "lowrank"}, {"budget": "60%"}, {"rank": 5}],
+)
 def test_all_rows_come_back_and_the_padded_ones_unchanged(
     recipe: Mapping[str, Any], folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
