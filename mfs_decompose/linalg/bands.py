@@ -12,6 +12,7 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 
 from mfs_decompose.linalg.shapes import GROUP
 
@@ -36,6 +37,7 @@ def loss(bits: int) -> float:
     return NOISE * ERROR[bits]
 
 
+@lru_cache(maxsize=4096)
 def direction_bytes(shape: tuple[int, int], bits: int) -> int:
     """Bytes of one direction of an [O, I] delta: codes, a byte for the scale of 64 of them, and a gain."""
     return 2 + sum(-(-length * bits // 8) + -(-length // GROUP) for length in shape)
@@ -85,6 +87,7 @@ def _spend(tensors: Sequence[tuple[Sequence[float], tuple[int, int]]], lam: floa
     return [choose_bands(energies, shape, lam) for energies, shape in tensors]
 
 
+@lru_cache(maxsize=1024)
 def _thresholds(shape: tuple[int, int]) -> list[float]:
     """For each width the least `energy / lam` at which it, or a wider one, is the best choice."""
     choices = {0: (0, 1.0), **{bits: (direction_bytes(shape, bits), loss(bits)) for bits in WIDTHS}}

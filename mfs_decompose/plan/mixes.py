@@ -160,38 +160,34 @@ def split(
     left = budget - math.fsum(
         bands_bytes(one.shape, bands[key]) + one.entry_bytes for key, one in candidates.items() if sum(bands[key])
     )
-    scales = {key: math.sqrt(_rest(one, bands[key]) / one.elements) for key, one in candidates.items()}
-    largest = max(scales.values(), default=0.0)
+    rests = {key: _rest_of(one, bands[key]) for key, one in candidates.items()}
+    largest = max((rms for rms, _ in rests.values()), default=0.0)
     if left <= 0.0 or largest <= 0.0:
         return {key: Mix(bands[key]) for key in candidates}
 
-    def mix(key: tuple[str, str], step: float) -> Mix:
-        found = Mix(bands[key], step)
-        coded = scales[key] > 0.0 and rest_bits(candidates[key], found) >= _LEAST_BITS
-        return found if coded else Mix(bands[key])
+    def step_of(key: tuple[str, str], step: float) -> float:
+        own = _on_grid(step / math.sqrt(candidates[key].weight))
+        return own if _coded(*rests[key], own)[0] >= _LEAST_BITS else 0.0
 
-    def mixes(step: float) -> dict[tuple[str, str], Mix]:
-        return {key: mix(key, _on_grid(step / math.sqrt(one.weight))) for key, one in candidates.items()}
-
-    def rest_bytes(key: tuple[str, str], mix: Mix) -> float:
-        header = 0 if sum(mix.bands) else candidates[key].entry_bytes
-        return rest_bits(candidates[key], mix) * candidates[key].elements / 8 + header if mix.step else 0.0
+    def rest_bytes(key: tuple[str, str], step: float) -> float:
+        header = 0 if sum(bands[key]) else candidates[key].entry_bytes
+        return _coded(*rests[key], step)[0] * candidates[key].elements / 8 + header if step else 0.0
 
     def taken(step: float) -> float:
-        return math.fsum(rest_bytes(key, mix) for key, mix in mixes(step).items())
+        return math.fsum(rest_bytes(key, step_of(key, step)) for key in candidates)
 
     low, high = math.log2(largest) - 24.0, math.log2(largest) + 8.0
     for _ in range(_TURNS):
         middle = (low + high) / 2
         low, high = (middle, high) if taken(2.0**middle) > left else (low, middle)
-    found = mixes(2.0**high)
     left -= taken(2.0**high)
-    for key in sorted(found):  # steps are few: what is left takes one tensor after the other to its next one
-        finer = mix(key, _finer(found[key].step)) if found[key].step else found[key]
-        cost = rest_bytes(key, finer) - rest_bytes(key, found[key])
+    steps = {key: step_of(key, 2.0**high) for key in candidates}
+    for key in sorted(steps):  # steps are few: what is left takes one tensor after the other to its next one
+        finer = _finer(steps[key]) if steps[key] else 0.0
+        cost = rest_bytes(key, finer) - rest_bytes(key, steps[key])
         if cost <= left:
-            found[key], left = finer, left - cost
-    return found
+            steps[key], left = finer, left - cost
+    return {key: Mix(bands[key], steps[key]) for key in candidates}
 
 
 def _on_grid(step: float) -> float:
@@ -211,11 +207,20 @@ _LEAST_BITS = 2e-3  # an element: below this models and headers are most of it
 
 
 def _at(candidate: MixCandidate, mix: Mix) -> tuple[float, float]:
-    rest = _rest(candidate, mix.bands) if mix.step > 0.0 else 0.0
-    curve = _curve_at(candidate, sum(mix.bands)) if rest > 0.0 else None
-    if curve is None:
+    return _coded(*_rest_of(candidate, mix.bands), mix.step) if mix.step > 0.0 else (0.0, 1.0)
+
+
+def _rest_of(candidate: MixCandidate, bands: Bands) -> tuple[float, DeadCurve | None]:
+    """Root mean square of what bands leave, and the curve of coding it; none where nothing is left, or none known."""
+    rms = math.sqrt(_rest(candidate, bands) / candidate.elements)
+    return rms, _curve_at(candidate, sum(bands)) if rms > 0.0 else None
+
+
+def _coded(rms: float, curve: DeadCurve | None, step: float) -> tuple[float, float]:
+    """Bits an element, and the part of its energy that is lost, of a rest that is coded under a step."""
+    if curve is None or step <= 0.0:
         return 0.0, 1.0
-    ratio = mix.step / math.sqrt(rest / candidate.elements)
+    ratio = step / rms
     bits, error = curve.at(ratio)
     finer = max(RATIOS[0] / ratio, 1.0)  # than was measured: a bit for each halving
     return bits + math.log2(finer), error / finer**2

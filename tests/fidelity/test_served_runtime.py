@@ -38,7 +38,7 @@ def test_both_engines_give_the_same_figures(stored: StoredFamily, tmp_path: Path
         assert (one.variant, one.through, one.tokens) == (other.variant, other.through, other.tokens)
         assert one.kl_mean is not None and other.kl_mean is not None and one.kl_base is not None
         assert abs(one.kl_mean - other.kl_mean) <= min(1e-6, 0.01 * one.kl_mean)
-        assert other.kl_mean < 0.5 * one.kl_base, "the delta is there"
+        assert other.kl_mean < 0.75 * one.kl_base, "the delta is there"
         assert one.ppl_x == pytest.approx(other.ppl_x, rel=1e-5) and one.top1 == other.top1
 
 
