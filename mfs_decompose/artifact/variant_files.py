@@ -78,6 +78,11 @@ def change_config(config: Mapping[str, Any], changes: Mapping[str, object]) -> d
     return changed
 
 
+def as_float32(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with the dtype of the weights beside it: transformers would round them to what stands there."""
+    return config | {"torch_dtype" if "torch_dtype" in config else "dtype": "float32"}
+
+
 def dump_config(config: Mapping[str, Any]) -> bytes:
     """The bytes of a config.json."""
     return (json.dumps(config, indent=2) + "\n").encode()

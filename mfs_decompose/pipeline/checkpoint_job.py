@@ -12,9 +12,9 @@ from mfs_decompose.artifact.reader import Family
 from mfs_decompose.artifact.records import SourceRecord
 from mfs_decompose.artifact.shard import Entry, ShardPlan, library_order
 from mfs_decompose.artifact.values import open_tensor, row_bytes
+from mfs_decompose.artifact.variant_files import as_float32, change_config, dump_config, files_of_merge
 from mfs_decompose.codec.base import DECODE_ELEMENTS, block_rows
 from mfs_decompose.errors import UsageError
-from mfs_decompose.pipeline.adapter_files import as_float32, change_config, dump_config, files_of_merge
 from mfs_decompose.source.dtypes import is_float, item_size
 from mfs_decompose.source.header import TensorSpec, parse_header
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mfs_decompose.artifact.reader import Family
 from mfs_decompose.artifact.records import BaseRecord, TensorRecord, VariantRecord
-from mfs_decompose.pipeline.variant_files import files_of_base, files_of_variant
+from mfs_decompose.artifact.variant_files import files_of_base, files_of_variant
 from mfs_decompose.source.config_diff import Change, compare_objects
 
 SCHEMA = "mfs.diff-artifacts/1"

@@ -19,10 +19,10 @@ from typing import Literal
 
 from mfs_decompose.artifact.layout import MANIFEST, RESERVED_IDS
 from mfs_decompose.artifact.reader import Family
+from mfs_decompose.artifact.variant_files import files_of_base, files_of_variant
 from mfs_decompose.codec.base import Rows
 from mfs_decompose.errors import UsageError
 from mfs_decompose.events import ProgressSink
-from mfs_decompose.pipeline.variant_files import files_of_base, files_of_variant
 from mfs_decompose.source.checkpoint import CONFIG, TensorReader
 from mfs_decompose.source.header import TensorSpec
 from mfs_decompose.source.resolve import open_source

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mfs_decompose.artifact.reader import Family
-from mfs_decompose.pipeline.variant_files import files_of_base, files_of_variant
+from mfs_decompose.artifact.variant_files import files_of_base, files_of_variant
 from mfs_decompose.source.checkpoint import CONFIG
 from mfs_decompose.source.config_diff import Change, compare_configs
 from mfs_decompose.source.side_files import GENERATION_CONFIG, SideFiles

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from mfs_decompose.artifact.atomic import write_file
 from mfs_decompose.artifact.shard import Entry, library_order, write_shard
 from mfs_decompose.artifact.values import row_bytes
+from mfs_decompose.artifact.variant_files import as_float32, change_config, choose_files, dump_config
 from mfs_decompose.codec.base import DECODE_ELEMENTS, block_rows
 from mfs_decompose.codec.opened_adapter import OpenedAdapterTensor
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.events import ProgressSink
-from mfs_decompose.pipeline.adapter_files import as_float32, change_config, choose_files, dump_config
 from mfs_decompose.source.adapter import MergedTensor, resolve_adapter
 from mfs_decompose.source.checkpoint import CONFIG, Checkpoint, TensorReader, read_sidecar
 from mfs_decompose.source.dtypes import is_float

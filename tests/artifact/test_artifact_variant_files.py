@@ -10,7 +10,7 @@ import pytest
 from pipeline_runs import back, run, toys
 
 from mfs_decompose.artifact.reader import Family
-from mfs_decompose.pipeline.variant_files import files_of_base, files_of_variant
+from mfs_decompose.artifact.variant_files import files_of_base, files_of_variant
 from mfs_decompose.source.side_files import SideFiles
 
 
