@@ -71,4 +71,4 @@ def _merged(adapter: Checkpoint, merge: Merge) -> Checkpoint:
     tensors = {
         name: TensorInfo(name, tensor.spec.dtype, tensor.spec.shape, "", 0) for name, tensor in merge.tensors.items()
     }
-    return replace(adapter, tensors=tensors, adapter=None, config={})  # the merge has its base's, see artifact/variant_files.py
+    return replace(adapter, tensors=tensors, adapter=None, config={})  # see artifact/variant_files.py
