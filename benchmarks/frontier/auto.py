@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.frontier.treatment import Served
-from benchmarks.frontier.work import TABLES
+from benchmarks.frontier.work import Work
 from mfs_decompose.api import decompose
 from mfs_decompose.artifact.reader import Family
 from mfs_decompose.pipeline.checkpoint_job import RestoreOptions, plan_checkpoint
@@ -21,14 +21,22 @@ STAND_IN = "banded"
 """`--auto-codec banded`: low rank with banded factors, where there is no codec `auto`."""
 
 
-def auto(
-    base: Path, variant: Path, out: Path, budget: float, rank: int | None, codec: str, options: Mapping[str, Any]
-) -> Served:
-    """Decompose one variant under a budget, a share of its checkpoint, and open what is served.
+def without_tables(work: Work, variant: Path, out: Path) -> Path:
+    """A variant whose embeddings and heads are the base's, for those that bring their own; made once."""
+    if not out.exists():
+        from safetensors.torch import save_file
+
+        shutil.copytree(variant, out, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
+        tensors = work.variant | {name: work.base[name] for name in work.tables}
+        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def auto(base: Path, variant: Path, out: Path, budget: int, codec: str, options: Mapping[str, Any]) -> Served:
+    """Decompose one variant under a budget of bytes, and open what is served.
 
     Args:
         out: folder of the artifact; what is there is written again.
-        rank: of embeddings and heads, int4; None leaves them to the codec.
         codec: `auto` or another; `banded` is `lowrank` with banded factors.
         options: further keys of the recipe.
 
@@ -37,9 +45,6 @@ def auto(
     overrides: dict[str, Any] = {"base.store": "reference", **options}
     if codec == STAND_IN:
         overrides["deltas.default.factors"] = "banded"
-    if rank is not None:
-        rule = {"match": [f"*{part}*" for part in TABLES], "codec": "lowrank", "factors": "int4", "rank": rank}
-        overrides["deltas.rules"] = [rule]
     shutil.rmtree(out, ignore_errors=True)
     decompose(
         base,

@@ -21,7 +21,7 @@ codec has no smaller size. `recovered` is 1 - KL / KL of the base. `above auto` 
 to `mfs auto`, paired over runs of 64 tokens.
 """
 _HOW = {
-    1: "Embeddings and heads are low rank with int4 factors for {share:.1%} of the budget, norms the variant's own; "
+    1: "Embeddings and heads are banded for {share:.1%} of the budget, norms the variant's own; "
     "both count, and the codec spends the rest on the linear layers. Codecs of one size stand where that is near.",
     2: "Peers that keep the fine-tune's embeddings, head and norms at 16 bits do not count them when they are set to a "
     "size: here they spend the budget on the linear layers as they do, and then everything is counted.",

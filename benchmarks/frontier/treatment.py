@@ -11,7 +11,7 @@ import torch
 from benchmarks.frontier.deltacome import delta_come
 from benchmarks.frontier.direct import dead_zone, lossless, own_bits, plain_bits, sign_row, ternary
 from benchmarks.frontier.impart import impart
-from benchmarks.frontier.lowrank import banded, bf16_low_rank, int4_bytes, int4_delta, int4_low_rank
+from benchmarks.frontier.lowrank import banded, bf16_low_rank, int4_low_rank
 from benchmarks.frontier.plan import Codec, Plan
 from benchmarks.frontier.signs import bit_delta, bit_delta_fitted
 from benchmarks.frontier.sparse import dare, magnitude
@@ -64,23 +64,33 @@ class Served:
 
 
 def table_one(work: Work, row: Row, budget: int, embedding_share: float) -> Served | None:
-    """Embeddings and heads low rank with int4 factors for a share of the budget, norms as they are; the rest is free.
+    """Embeddings and heads banded for a share of the budget, norms as they are; the rest is free.
 
     None: the codec leaves this size out.
     """
-    rank = embedding_rank(work, budget, embedding_share)
-    spent = work.stored_bytes(work.rest) + rank * sum(int4_bytes(work.shape(name)) for name in work.tables)
+    tables = tables_alike(work, budget, embedding_share)
+    spent = work.stored_bytes(work.rest) + sum(one.nbytes for one in tables)
     plan = row.codec(work, work.linears, budget - spent)
     if plan is None:
         return None
-    tables = Plan({}, lambda: (int4_delta(work, name, rank) for name in work.tables))
-    return Served({**plan.knobs, "embedding_rank": rank}, _serve(work, [plan, tables]))
+    return Served(plan.knobs, _serve(work, [plan, Plan({}, lambda: iter(tables))]))
 
 
-def embedding_rank(work: Work, budget: int, embedding_share: float) -> int:
-    """The rank of embeddings and heads in table one; what a rule of a recipe can say."""
-    cost = sum(int4_bytes(work.shape(name)) for name in work.tables)
-    return max(1, int(embedding_share * budget / cost)) if cost else 0
+def tables_alike(work: Work, budget: int, embedding_share: float) -> list[Decoded]:
+    """Embeddings and heads as every codec of table one has them."""
+    return list(banded(work, work.tables, int(embedding_share * budget)).decode())
+
+
+def with_tables(work: Work, tables: list[Decoded], served: Served) -> Served:
+    """What is served of a variant without a delta of embeddings and heads, with theirs."""
+    deltas = {one.name: one for one in tables}
+
+    def weights() -> Iterator[tuple[str, int, torch.Tensor]]:
+        for name, nbytes, weight in served.weights:
+            one = deltas.get(name)
+            yield (name, nbytes, weight) if one is None else (name, nbytes + one.nbytes, _add(work.base[name], one))
+
+    return Served(served.knobs, weights(), served.extra_bytes)
 
 
 def table_two(work: Work, row: Row, budget: int) -> Served | None:

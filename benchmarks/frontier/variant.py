@@ -11,13 +11,23 @@ from typing import Any
 
 import torch
 
-from benchmarks.frontier.auto import auto
+from benchmarks.frontier.auto import auto, without_tables
 from benchmarks.frontier.cells import Cell
 from benchmarks.frontier.distill import WINDOW, distill_scales
 from benchmarks.frontier.foretold import Foretold
 from benchmarks.frontier.judge import Judge
 from benchmarks.frontier.mergekit import extract
-from benchmarks.frontier.treatment import AUTO, BASE, ROWS, Served, base_alone, embedding_rank, table_one, table_two
+from benchmarks.frontier.treatment import (
+    AUTO,
+    BASE,
+    ROWS,
+    Served,
+    base_alone,
+    table_one,
+    table_two,
+    tables_alike,
+    with_tables,
+)
 from benchmarks.frontier.work import Work, read_work
 from mfs_decompose.fidelity.text import Corpus, read_corpus
 
@@ -97,17 +107,22 @@ def _serve(setup: Setup, work: Work, cell: Cell) -> Served | None:
     if cell.codec == BASE:
         return base_alone(work)
     if cell.codec == AUTO:
-        rank = embedding_rank(work, budget, setup.embedding_share) if cell.table == 1 else None
-        paths = (setup.base, setup.variant, _artifact(setup))
-        return auto(*paths, cell.budget, rank, setup.auto_codec, setup.auto_options)
+        return _auto(setup, work, budget, alike=cell.table == 1)
     with torch.no_grad():
         if cell.table == 1:
             return table_one(work, ROWS[cell.codec], budget, setup.embedding_share)
         return table_two(work, ROWS[cell.codec], budget)
 
 
-def _artifact(setup: Setup) -> Path:
-    return setup.scratch / "artifact"
+def _auto(setup: Setup, work: Work, budget: int, *, alike: bool) -> Served:
+    out, codec = setup.scratch / "artifact", (setup.auto_codec, setup.auto_options)
+    if not alike:
+        return auto(setup.base, setup.variant, out, budget, *codec)
+    with torch.no_grad():
+        tables = tables_alike(work, budget, setup.embedding_share)
+    own = without_tables(work, setup.variant, setup.scratch / "variant")
+    left = budget - sum(one.nbytes for one in tables)
+    return with_tables(work, tables, auto(setup.base, own, out, left, *codec))
 
 
 def variants_of(cells: Iterable[Cell]) -> dict[str, list[Cell]]:

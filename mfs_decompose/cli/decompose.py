@@ -107,7 +107,8 @@ def command(
         _plan(
             "--codec",
             "NAME",
-            "lowrank (default), sparse, sign, ternary, kbit, deadzone, rowsparse; exact: lossless, lora-exact, raw.",
+            "auto (default), lowrank, sparse, sign, ternary, kbit, deadzone, rowsparse; exact: lossless, lora-exact, "
+            "raw.",
         ),
     ] = None,
     keep_exact: Annotated[

@@ -25,6 +25,7 @@ from mfs_decompose.linalg.shapes import GROUP
 
 _EXACT = 1 << 53
 _EXPONENTS = range(-500, 501)
+_LOUD = 2.0  # energy of a direction as it is stored: more is a direction that were better left out
 _MAX_GROWTH = 2.0  # of a left direction by the feedback; more means that the quantised right factor is near singular
 
 
@@ -43,14 +44,15 @@ class Banded:
         assert rank <= left_RO.shape[0] == right_RI.shape[0], f"bands {bands} of rank {left_RO.shape[0]}"
         left, right, exponent = _balance(left_RO[:rank], right_RI[:rank])
         vs = _quantise(right, bands)
-        us = _quantise(_feed_back(left, right, vs), bands)
-        gains = torch.tensor(
-            [gain for u, v in zip(us, vs, strict=True) for gain in (u.gains * v.gains).tolist()], dtype=torch.float64
-        )
+        fed = _feed_back(left, right, vs)
+        us = _quantise(fed, bands)
+        none = torch.zeros(0, dtype=torch.float64)
+        gains = torch.cat([none, *(u.gains * v.gains for u, v in zip(us, vs, strict=True))])
+        gains = _least_where_loud(gains, _growth(fed, us) * _growth(right, vs))
         arrays = {"gain": _round_gains(gains, _peaks(us, vs))}
         for side, levels, length in (("u", us, left.shape[1]), ("v", vs, right.shape[1])):
-            none = torch.zeros(0, -(-length // GROUP), dtype=torch.uint8)
-            arrays[side + "s"] = torch.cat([none, *(level.scales for level in levels)])
+            empty = torch.zeros(0, -(-length // GROUP), dtype=torch.uint8)
+            arrays[side + "s"] = torch.cat([empty, *(level.scales for level in levels)])
             arrays[side] = torch.cat(
                 [torch.zeros(0, dtype=torch.uint8), *(pack_bits(x.codes, x.bits).reshape(-1) for x in levels)]
             )
@@ -134,6 +136,19 @@ def _feed_back(left_RO: torch.Tensor, right_RI: torch.Tensor, vs: Sequence[Level
         return left_RO
     fed_back: torch.Tensor = solved.to(torch.float32)
     return fed_back
+
+
+def _growth(directions: torch.Tensor, levels: Sequence[Levels]) -> torch.Tensor:
+    """The energy of each direction as it is stored, over its own: 1, and its noise."""
+    none = torch.zeros(0, directions.shape[1], dtype=torch.float64)
+    stored = torch.cat([none, *map(dequantise_levels, levels)]).square().sum(dim=1)
+    own = directions.to(torch.float64).square().sum(dim=1)
+    return torch.where(own > 0, stored / torch.where(own > 0, own, 1.0), 1.0)
+
+
+def _least_where_loud(gains: torch.Tensor, growth: torch.Tensor) -> torch.Tensor:
+    """Directions with more noise than they explain, as a sparse delta's at 2 bits, shrunk to their least error."""
+    return torch.where(growth > _LOUD, gains / growth, gains)
 
 
 def _peaks(us: Sequence[Levels], vs: Sequence[Levels]) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from mfs_decompose.linalg.shapes import GROUP
@@ -29,7 +29,8 @@ their linears, at 1 / 0.7 / 0.5 / 0.35 / 0.2: 1.6 / 1.2 / 1.1 / 1.2 / 1.3e-4 and
 Bands = tuple[int, ...]
 """Directions at each of WIDTHS, strongest first."""
 
-_TURNS = 100  # halvings of the logarithm of lambda: far below one direction of one tensor
+Spectrum = tuple[Sequence[float], tuple[int, int]]
+"""Falling energies of a tensor, and its shape [O, I]."""
 
 
 def loss(bits: int) -> float:
@@ -62,29 +63,60 @@ def choose_bands(energies: Sequence[float], shape: tuple[int, int], lam: float) 
     return tuple(counts)
 
 
-def allocate_bands(tensors: Sequence[tuple[Sequence[float], tuple[int, int]]], budget: int) -> list[Bands]:
-    """Bands for tensors (falling energies, [O, I] shape) that together take at most `budget` bytes.
+def allocate_bands(tensors: Sequence[Spectrum], budget: int) -> list[Bands]:
+    """Bands for tensors that together take at most `budget` bytes, see `BandLadder.spend`."""
+    return BandLadder(tensors).spend(budget)
 
-    Lambda by bisection, then single directions widened or added, best energy a byte first, while bytes are left.
+
+class BandLadder:
+    """Every direction of some tensors at every width, best energy a byte first: what a budget buys is a beginning.
+
+    Sorted once, for as many budgets as are asked for.
     """
-    high = max((energies[0] for energies, _ in tensors if len(energies)), default=0.0)
-    if budget <= 0 or not 0 < high < math.inf:
-        return [(0,) * len(WIDTHS) for _ in tensors]
-    logs = [max(math.log2(high) - 200.0, -1000.0), math.log2(high) + 1.0]
-    for _ in range(_TURNS):
-        middle = sum(logs) / 2
-        spent = _spend(tensors, 2.0**middle)
-        logs[0 if sum(map(_bytes, tensors, spent)) > budget else 1] = middle
-    found = _spend(tensors, 2.0 ** logs[1])
-    return _fill(tensors, found, budget - sum(map(_bytes, tensors, found)))
 
+    def __init__(self, tensors: Sequence[Spectrum]) -> None:
+        import numpy as np
 
-def _bytes(tensor: tuple[Sequence[float], tuple[int, int]], bands: Bands) -> int:
-    return bands_bytes(tensor[1], bands)
+        self._tensors = tensors
+        lams, costs, places = [np.empty((0,))], [np.empty((0,), np.int64)], [np.empty((0,), np.int32)]
+        for at, (energies, shape) in enumerate(tensors):
+            known = np.asarray(energies, dtype=np.float64)
+            known = known[: np.count_nonzero((known > 0.0) & (known < math.inf))]
+            prices = [direction_bytes(shape, bits) for bits in reversed(WIDTHS)]  # narrow first: that is bought first
+            bounds = np.minimum.accumulate(_thresholds(shape))[::-1]
+            lams.append((known[:, None] / bounds).reshape(-1))
+            costs.append(np.tile(np.diff(prices, prepend=0), len(known)))
+            places.append(np.tile(np.arange(len(WIDTHS), dtype=np.int32) + at * len(WIDTHS), len(known)))
+        lam = np.concatenate(lams)
+        order = np.argsort(-lam, kind="stable")  # of equals, what must be bought first
+        self._costs, self._places = np.concatenate(costs)[order], np.concatenate(places)[order]
+        self._falling = -lam[order]
+        self._sums = np.cumsum(self._costs)
 
+    def bytes_at(self, lam: float) -> int:
+        """What `choose_bands` takes of all tensors together."""
+        count = int(self._falling.searchsorted(-lam, side="right"))
+        return int(self._sums[count - 1]) if count else 0
 
-def _spend(tensors: Sequence[tuple[Sequence[float], tuple[int, int]]], lam: float) -> list[Bands]:
-    return [choose_bands(energies, shape, lam) for energies, shape in tensors]
+    def spend(self, budget: int, unused: Iterable[int] = ()) -> list[Bands]:
+        """Bands of all tensors that take at most `budget` bytes; those of `unused` numbers get none.
+
+        As at one lambda, then single directions widened or added, best energy a byte first, while bytes are left.
+        """
+        import numpy as np
+
+        costs, places, sums = self._costs, self._places, self._sums
+        left_out = set(unused)
+        if left_out:
+            kept = ~np.isin(places // len(WIDTHS), list(left_out))
+            costs, places = costs[kept], places[kept]
+            sums = np.cumsum(costs)
+        count = int(sums.searchsorted(budget, side="right"))
+        spent = int(sums[count - 1]) if count else 0
+        reached = np.bincount(places[:count], minlength=len(self._tensors) * len(WIDTHS)).reshape(-1, len(WIDTHS))
+        bands = np.diff(reached[:, ::-1], prepend=0, axis=1).tolist()
+        tensors = [((), shape) if at in left_out else (own, shape) for at, (own, shape) in enumerate(self._tensors)]
+        return _fill(tensors, bands, budget - spent)
 
 
 @lru_cache(maxsize=1024)
@@ -101,8 +133,7 @@ def _thresholds(shape: tuple[int, int]) -> list[float]:
     ]
 
 
-def _fill(tensors: Sequence[tuple[Sequence[float], tuple[int, int]]], start: list[Bands], left: int) -> list[Bands]:
-    bands = [list(counts) for counts in start]
+def _fill(tensors: Sequence[Spectrum], bands: list[list[int]], left: int) -> list[Bands]:
     queue: list[tuple[float, int, int, int]] = []  # (-energy a byte, tensor, index of the width to widen to, bytes)
 
     def offer(at: int, index: int) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mfs_decompose.linalg.bands import WIDTHS, loss
-from mfs_decompose.pipeline.choices import Sizes, choose_all, mix_candidate
+from mfs_decompose.pipeline.choices import choose_all, mix_candidate
+from mfs_decompose.pipeline.choose_coded import Sizes
 from mfs_decompose.pipeline.encode import Choice
 from mfs_decompose.pipeline.surveyed import Surveyed
 from mfs_decompose.plan.allocate import Key

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from mfs_decompose.linalg.bands import Bands
+from mfs_decompose.pipeline.choose_coded import Sizes, choose_coded
 from mfs_decompose.pipeline.encode import Choice
 from mfs_decompose.pipeline.surveyed import Surveyed
 from mfs_decompose.plan.allocate import Candidate, Key, MatrixKey
 from mfs_decompose.plan.cap import ENTRY_BYTES, Need, check_caps, check_total, shard_overhead, smallest_cap
 from mfs_decompose.plan.drift import DriftWeights
-from mfs_decompose.plan.mixes import Mix, MixCandidate, corrected
+from mfs_decompose.plan.mixes import MixCandidate
 from mfs_decompose.plan.model import DIRECT, Item, Plan, VariantPlan
-from mfs_decompose.plan.share import ROUNDS, BandedCandidate, as_banded, choose_again, choose_mixes, share_out
-
-Sizes = Callable[[Mapping[Key, Choice]], Mapping[Key, int]]
-"""Finds out how many bytes items take whose size no plan can know: those that are entropy-coded."""
-
-_LEFT = 1 / 1000  # of a budget, which may stay unused where nothing is left that fits into the last bytes
+from mfs_decompose.plan.share import BandedCandidate, as_banded, beside_mixes, share_out
 
 
 def choose_all(
@@ -95,7 +91,8 @@ def _share_out(
             for item in open_items
             if item.auto
         }
-        coded, taken_bytes = _choose_coded(candidates, fixed, mixes, left, sizes)
+        own_bytes = left - beside_mixes(candidates, fixed, mixes, left)
+        coded, taken_bytes = choose_coded(mixes, own_bytes, sizes) if mixes else ({}, 0)
         found = found | coded
         banded = fixed | {key: as_banded(one) for key, one in mixes.items() if key not in coded}
         steps, bands = share_out(candidates, banded, left - taken_bytes)
@@ -109,47 +106,6 @@ def _share_out(
         taken = [steps.get((*item.key, at), most) for at, most in enumerate(fitted)]
         chosen[item.key] = Choice(item.codec, sum(taken), slices=tuple(taken) if item.stacked else ())
     return chosen
-
-
-def _choose_coded(
-    steps: list[Candidate],
-    fixed: Mapping[Key, BandedCandidate],
-    mixes: Mapping[Key, MixCandidate],
-    budget: int,
-    sizes: Sizes,
-) -> tuple[dict[Key, Choice], int]:
-    """The open items whose bytes only coding tells, and what those take, headers included: never more than `budget`.
-
-    Curves foretell bytes to about a percent, unless a sample misses what a tensor is like. So what was chosen is sized,
-    and chosen again for what that says, until it fits and, should nothing else be there to take the last bytes, hardly
-    any are left.
-    """
-    best: tuple[dict[Key, Choice], int] = ({}, 0)
-    known, least = dict(mixes), _LEFT / 4 * budget
-    margin = least
-    picked = choose_mixes(steps, fixed, known, budget - margin)
-    for turn in range(1, ROUNDS + 1):
-        coded = {key: _coded_choice(mix) for key, mix in picked.items() if mix.sized}
-        if not coded:
-            break
-        found = sizes(coded)
-        over = sum(found[key] + mixes[key].entry_bytes for key in coded) - budget
-        if best[1] <= over + budget <= budget:
-            best = (coded, over + budget)
-            others = bool(steps or fixed or len(coded) < len(mixes))
-            if others or -over <= _LEFT * budget or all(mix.exact for mix in picked.values()):
-                break
-        known = {key: corrected(one, picked[key], found[key]) if key in found else one for key, one in known.items()}
-        # Where nothing has fitted yet, the last turn must: better some bytes left than no coding at all.
-        margin = max(margin + over * (2.0 if turn == ROUNDS - 1 and not best[0] else 0.25), least)
-        picked = choose_again(steps, fixed, known, picked, budget - margin)
-    return best
-
-
-def _coded_choice(mix: Mix) -> Choice:
-    if mix.exact:
-        return Choice("lossless")
-    return Choice("banded", sum(mix.bands), bands=mix.bands, rest_step=mix.step)
 
 
 def mix_candidate(item: Item, facts: Surveyed, weight: float) -> MixCandidate:

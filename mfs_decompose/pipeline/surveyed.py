@@ -31,12 +31,12 @@ class OpenFacts:
     exact_bytes: float
 
     def to_json(self) -> list[Any]:
-        return [self.energy, self.exact_bytes, [[rank, [*c.bits], [*c.error]] for rank, c in self.curves]]
+        return [self.energy, self.exact_bytes, [[rank, c.bits, c.error, c.missed] for rank, c in self.curves]]
 
     @classmethod
     def from_json(cls, document: Sequence[Any]) -> OpenFacts:
         energy, exact, curves = document
-        found = tuple((rank, DeadCurve(tuple(bits), tuple(error))) for rank, bits, error in curves)
+        found = tuple((rank, DeadCurve(*map(tuple, ladders))) for rank, *ladders in curves)
         return cls(energy, found, exact)
 
 

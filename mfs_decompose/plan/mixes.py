@@ -4,7 +4,7 @@ Drift of a direction grows faster than its energy. A fine-tune's delta is a sum 
 strong directions are those that activations have, and leaving one out shifts all tokens in one sense. What was measured
 on a light and on a heavy full fine-tune, over four decades of KL, low rank, banded and with a coded rest alike, follows
 
-    drift = sum over directions left out of s^2 (s / s_1)^4, times e^2 where a dead zone of error e codes them
+    drift = sum over directions left out of s^2 (s / s_1)^4, times what a dead zone that codes them misses along them
           + WHITE * e (1 - e) * (energy of the rest) * (mean of (s / s_1)^4), which coding spreads over all directions
           + NOISY * e^2 * noise of the bands, weighted alike
 
@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from mfs_decompose.linalg.bands import ERROR, WIDTHS, Bands, bands_bytes
-from mfs_decompose.linalg.dead_curve import RATIOS, DeadCurve
+from mfs_decompose.linalg.dead_curve import LEAST, RATIOS, DeadCurve, place_of
 
 STEEP = 2.0
 """The power of (s / s_1)^2 that the energy of a direction is weighted with."""
 
-WHITE = 0.035
+WHITE = 0.02
 NOISY = 0.02
 
 _NOTHING: Bands = (0,) * len(WIDTHS)
@@ -108,9 +108,9 @@ def mix_drift(candidate: MixCandidate, mix: Mix) -> float:
     rank = sum(mix.bands)
     tail = candidate.heavy[-1] - candidate.heavy[rank] + candidate.beyond
     noise = _noise(candidate.heavy, mix.bands)
-    error = rest_error(candidate, mix)
+    _, error, missed = _at(candidate, mix)
     white = WHITE * error * (1.0 - error) * _rest(candidate, mix.bands) * candidate.mean_steep
-    return candidate.weight * (error * error * (tail + NOISY * noise) + white)
+    return candidate.weight * (missed * tail + error * error * NOISY * noise + white)
 
 
 def energy_lost(candidate: MixCandidate, mix: Mix) -> float:
@@ -131,6 +131,11 @@ def rest_error(candidate: MixCandidate, mix: Mix) -> float:
     return _at(candidate, mix)[1]
 
 
+def rest_missed(candidate: MixCandidate, mix: Mix) -> float:
+    """The part of the energy of a rest's strong directions that coding loses along them: 1 where it is not coded."""
+    return _at(candidate, mix)[2]
+
+
 def rest_bits(candidate: MixCandidate, mix: Mix) -> float:
     """Bits that coding a rest takes for each of its elements."""
     return _at(candidate, mix)[0]
@@ -144,8 +149,15 @@ def corrected(candidate: MixCandidate, mix: Mix, nbytes: int) -> MixCandidate:
     if foretold <= 0.0:
         return candidate
     ratio = max(nbytes - bands_bytes(candidate.shape, mix.bands), 1) / foretold
-    curves = [(rank, DeadCurve(tuple(bits * ratio for bits in one.bits), one.error)) for rank, one in candidate.curves]
+    curves = [(rank, replace(one, bits=tuple(bits * ratio for bits in one.bits))) for rank, one in candidate.curves]
     return replace(candidate, curves=curves)
+
+
+def between(one: Mix, two: Mix, part: float) -> Mix:
+    """A step between those of two mixes, geometrically; the first where they differ in more than that."""
+    if one.step <= 0.0 or two.step <= 0.0 or one.bands != two.bands:
+        return one
+    return replace(one, step=_on_grid(one.step ** (1 - part) * two.step**part, round))
 
 
 def split(
@@ -173,15 +185,13 @@ def split(
         header = 0 if sum(bands[key]) else candidates[key].entry_bytes
         return _coded(*rests[key], step)[0] * candidates[key].elements / 8 + header if step else 0.0
 
-    def taken(step: float) -> float:
-        return math.fsum(rest_bytes(key, step_of(key, step)) for key in candidates)
-
+    taken = _taken_by_step([(candidates[key], bool(sum(bands[key])), *rests[key]) for key in candidates])
     low, high = math.log2(largest) - 24.0, math.log2(largest) + 8.0
     for _ in range(_TURNS):
         middle = (low + high) / 2
         low, high = (middle, high) if taken(2.0**middle) > left else (low, middle)
-    left -= taken(2.0**high)
     steps = {key: step_of(key, 2.0**high) for key in candidates}
+    left -= math.fsum(rest_bytes(key, step) for key, step in steps.items())
     for key in sorted(steps):  # steps are few: what is left takes one tensor after the other to its next one
         finer = _finer(steps[key]) if steps[key] else 0.0
         cost = rest_bytes(key, finer) - rest_bytes(key, steps[key])
@@ -190,10 +200,37 @@ def split(
     return {key: Mix(bands[key], steps[key]) for key in candidates}
 
 
-def _on_grid(step: float) -> float:
+def _taken_by_step(
+    rests: Sequence[tuple[MixCandidate, bool, float, DeadCurve | None]],
+) -> Callable[[float], float]:
+    """Bytes of all rests, headers of those without bands included, under one step: many at once, see `_coded`."""
+    import numpy as np
+
+    coded = [(one, banded, rms, curve) for one, banded, rms, curve in rests if curve is not None]
+    logs_KN = np.log2(np.maximum([curve.bits for *_, curve in coded], LEAST)).reshape(len(coded), len(RATIOS))
+    rms_K = np.array([rms for *_, rms, _ in coded])
+    root_K = np.sqrt([one.weight for one, *_ in coded])
+    octets_K = np.array([one.elements / 8 for one, *_ in coded])
+    header_K = np.array([0 if banded else one.entry_bytes for one, banded, *_ in coded])
+    every_K = np.arange(len(coded))
+
+    def taken(step: float) -> float:
+        part_K, power_K = np.frexp(step / root_K)
+        own_K = np.ldexp(np.ceil(part_K * 256), power_K - 8)
+        place_K = np.clip(place_of(np.log2(own_K / rms_K)), 0.0, len(RATIOS) - 1.0)
+        low_K = np.minimum(place_K.astype(np.int64), len(RATIOS) - 2)
+        one_K, two_K = logs_KN[every_K, low_K], logs_KN[every_K, low_K + 1]
+        bits_K = 2.0 ** (one_K + (two_K - one_K) * (place_K - low_K))
+        bits_K += np.maximum(np.log2(RATIOS[0] * rms_K / own_K), 0.0)
+        return float(np.where(bits_K >= _LEAST_BITS, bits_K * octets_K + header_K, 0.0).sum())
+
+    return taken
+
+
+def _on_grid(step: float, whole: Callable[[float], int] = math.ceil) -> float:
     """The next step, from this one up, of the 8 significant bits that a dead zone keeps."""
     part, power = math.frexp(step)
-    return math.ldexp(math.ceil(part * 256), power - 8)
+    return math.ldexp(whole(part * 256), power - 8)
 
 
 def _finer(step: float) -> float:
@@ -206,8 +243,8 @@ _TURNS = 40
 _LEAST_BITS = 2e-3  # an element: below this models and headers are most of it
 
 
-def _at(candidate: MixCandidate, mix: Mix) -> tuple[float, float]:
-    return _coded(*_rest_of(candidate, mix.bands), mix.step) if mix.step > 0.0 else (0.0, 1.0)
+def _at(candidate: MixCandidate, mix: Mix) -> tuple[float, float, float]:
+    return _coded(*_rest_of(candidate, mix.bands), mix.step) if mix.step > 0.0 else (0.0, 1.0, 1.0)
 
 
 def _rest_of(candidate: MixCandidate, bands: Bands) -> tuple[float, DeadCurve | None]:
@@ -216,14 +253,15 @@ def _rest_of(candidate: MixCandidate, bands: Bands) -> tuple[float, DeadCurve | 
     return rms, _curve_at(candidate, sum(bands)) if rms > 0.0 else None
 
 
-def _coded(rms: float, curve: DeadCurve | None, step: float) -> tuple[float, float]:
-    """Bits an element, and the part of its energy that is lost, of a rest that is coded under a step."""
+def _coded(rms: float, curve: DeadCurve | None, step: float) -> tuple[float, float, float]:
+    """Of a rest that is coded under a step: bits an element, what of its energy is lost, and of that of its strong
+    directions along them."""
     if curve is None or step <= 0.0:
-        return 0.0, 1.0
+        return 0.0, 1.0, 1.0
     ratio = step / rms
-    bits, error = curve.at(ratio)
+    bits, error, missed = curve.at(ratio)
     finer = max(RATIOS[0] / ratio, 1.0)  # than was measured: a bit for each halving
-    return bits + math.log2(finer), error / finer**2
+    return bits + math.log2(finer), error / finer**2, missed / finer**4
 
 
 def _rest(candidate: MixCandidate, bands: Bands) -> float:
@@ -240,16 +278,20 @@ def _noise(sums: Sequence[float], bands: Bands) -> float:
 
 
 def _curve_at(candidate: MixCandidate, rank: int) -> DeadCurve | None:
-    """The curve of the rest beyond `rank` directions: between two that were measured, in between."""
+    """The curve of the rest beyond `rank` directions: between two that were measured, in between.
+
+    Not between none and the first that were taken: a delta of a few units of bf16 is another thing without any of them.
+    """
     curves = candidate.curves
     if not curves:
         return None
     after = min(bisect_left(curves, rank, key=lambda curve: curve[0]), len(curves) - 1)
-    if after == 0 or curves[after][0] <= rank:
+    if after == 0 or curves[after][0] <= rank or curves[after - 1][0] == 0:
         return curves[after][1]
     (low, one), (high, two) = curves[after - 1], curves[after]
     part = (rank - low) / (high - low)
-    return DeadCurve(_between(one.bits, two.bits, part), _between(one.error, two.error, part))
+    sides = ((one.bits, two.bits), (one.error, two.error), (one.missed, two.missed))
+    return DeadCurve(*(_between(*side, part) for side in sides))
 
 
 def _between(one: Sequence[float], two: Sequence[float], part: float) -> tuple[float, ...]:

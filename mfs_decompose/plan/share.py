@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mfs_decompose.linalg.bands import WIDTHS, Bands, allocate_bands, bands_bytes, choose_bands, direction_bytes
+from mfs_decompose.linalg.bands import WIDTHS, BandLadder, Bands, bands_bytes, direction_bytes
 from mfs_decompose.plan.allocate import Candidate, Key, MatrixKey, allocate
 from mfs_decompose.plan.mixes import Mix, MixCandidate, mix_bytes, mix_drift, split
 
@@ -23,8 +23,8 @@ _TURNS = 60
 PARTS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02, 0.0)
 """Of a budget for bands; predicted drift changes little between two neighbours."""
 
-FLATTERED = 0.8
-"""By how much ln KL rises above the prediction from all bytes in bands to none: -.3 to 1.6 where it was measured."""
+FLATTERED = 0.4
+"""By how much ln KL rises above the prediction from all bytes in bands to none: 0 to .75 where it was measured."""
 
 
 @dataclass(frozen=True)
@@ -45,73 +45,54 @@ def share_out(
     reserved = sum(candidate.entry_bytes for candidate in banded.values())
     own = _spent_on_steps(steps, banded, budget - reserved) if steps else 0
     chosen = allocate(steps, own) if steps else {}
-    return chosen, _bands(banded, budget - sum_of_steps(steps, chosen))
+    return chosen, _Banded(banded).spend(budget - sum_of_steps(steps, chosen))
 
 
-def choose_mixes(
-    steps: Sequence[Candidate],
-    banded: Mapping[Key, BandedCandidate],
-    mixes: Mapping[Key, MixCandidate],
-    budget: float,
-) -> dict[Key, Mix]:
-    """How to store open tensors so that, beside what others get at the same lambda, they stay within a budget.
+def choose_mixes(mixes: Mapping[Key, MixCandidate], budget: float) -> dict[Key, Mix]:
+    """How to store open tensors within a budget.
 
     Bytes are split between bands and coded rests where the predicted drift is least; a tensor of which all bits cost no
     more keeps them, and so do all where the budget holds that. Bytes of what is coded are as foretold.
     """
-    if not mixes:
-        return {}
-    own = budget - _beside(steps, banded, mixes, int(budget))
     exact = {key: one.exact_bytes + one.entry_bytes for key, one in mixes.items() if one.exact_bytes is not None}
-    if len(exact) == len(mixes) and math.fsum(exact.values()) <= own:
+    if len(exact) == len(mixes) and math.fsum(exact.values()) <= budget:
         return dict.fromkeys(mixes, Mix(exact=True))
-    best, kept = _best_split(mixes, own), set[Key]()
-    while cheaper := {key for key in exact.keys() - kept if exact[key] <= _taken(mixes[key], best[key])}:
+    best, kept = _best_split(mixes, budget), set[Key]()
+    while cheaper := {key for key in exact.keys() - kept if exact[key] <= mix_taken(mixes[key], best[key])}:
         kept |= cheaper  # and the bytes that they leave go to the others
         free = {key: one for key, one in mixes.items() if key not in kept}
-        best = _best_split(free, own - math.fsum(exact[key] for key in kept))
+        best = _best_split(free, budget - math.fsum(exact[key] for key in kept))
     return {key: best.get(key, Mix(exact=True)) for key in mixes}
 
 
-def choose_again(
-    steps: Sequence[Candidate],
-    banded: Mapping[Key, BandedCandidate],
-    mixes: Mapping[Key, MixCandidate],
-    picked: Mapping[Key, Mix],
-    budget: float,
-) -> dict[Key, Mix]:
+def choose_again(mixes: Mapping[Key, MixCandidate], picked: Mapping[Key, Mix], budget: float) -> dict[Key, Mix]:
     """The same bands and exact tensors once more is known of bytes: only the step of the rests is found anew."""
-    own = budget - _beside(steps, banded, mixes, int(budget))
     exact = {key: mix for key, mix in picked.items() if mix.exact}
-    own -= math.fsum(_taken(mixes[key], mix) for key, mix in exact.items())
+    left = budget - math.fsum(mix_taken(mixes[key], mix) for key, mix in exact.items())
     others = {key: one for key, one in mixes.items() if key not in exact}
-    return {**exact, **split(others, {key: picked[key].bands for key in others}, own)}
+    return {**exact, **split(others, {key: picked[key].bands for key in others}, left)}
 
 
 def _best_split(mixes: Mapping[Key, MixCandidate], budget: float) -> dict[Key, Mix]:
     """Of all parts that bands may get, the one of least predicted drift, coding held to be worth a little less."""
-
-    def drift(part: float) -> float:
-        return math.exp(FLATTERED * (1.0 - part)) * _drift(mixes, _split_at(mixes, budget, part))
-
-    return _split_at(mixes, budget, min(PARTS, key=drift))
-
-
-def _drift(mixes: Mapping[Key, MixCandidate], found: Mapping[Key, Mix]) -> float:
-    return math.fsum(mix_drift(mixes[key], mix) for key, mix in found.items())
-
-
-def _split_at(mixes: Mapping[Key, MixCandidate], budget: float, part: float) -> dict[Key, Mix]:
-    """That part of a budget for bands, the rest for rests."""
-    return split(mixes, _bands({key: as_banded(one) for key, one in mixes.items()}, int(budget * part)), budget)
+    banded = _Banded({key: as_banded(one) for key, one in mixes.items()})
+    found: dict[Key, Mix] = {}
+    least = math.inf
+    for part in PARTS:
+        mix = split(mixes, banded.spend(int(budget * part)), budget)
+        drift = math.exp(FLATTERED * (1.0 - part)) * math.fsum(mix_drift(mixes[key], mix[key]) for key in mix)
+        if drift < least:
+            found, least = mix, drift
+    return found
 
 
-def _taken(candidate: MixCandidate, mix: Mix) -> float:
+def mix_taken(candidate: MixCandidate, mix: Mix) -> float:
+    """What a mix takes, the header included that its first byte costs."""
     nbytes = mix_bytes(candidate, mix)
     return nbytes + candidate.entry_bytes if nbytes else 0.0
 
 
-def _beside(
+def beside_mixes(
     steps: Sequence[Candidate],
     banded: Mapping[Key, BandedCandidate],
     mixes: Mapping[Key, MixCandidate],
@@ -139,35 +120,38 @@ def sum_of_steps(candidates: Sequence[Candidate], steps: Mapping[MatrixKey, int]
     return sum(one.entry_bytes + count * one.step_bytes for one, count in taken if count)
 
 
-def _bands(banded: Mapping[Key, BandedCandidate], budget: int) -> dict[Key, Bands]:
-    keys = sorted(banded)
-    nothing: Bands = (0,) * len(WIDTHS)
-    # Headers are paid for at first, for all that could have a direction beside; what those without one do not need goes
-    # to the others.
-    unused = set(keys) - _affordable(banded, budget)
-    found: dict[Key, Bands] = {}
-    for _ in range(3):
-        users = [key for key in keys if key not in unused]
-        left = budget - sum(banded[key].entry_bytes for key in users)
-        bands = allocate_bands([(banded[key].energy, banded[key].shape) for key in users], left)
-        found = dict.fromkeys(keys, nothing) | dict(zip(users, bands, strict=True))
-        idle = {key for key in users if not sum(found[key])}
-        if not idle:
-            break
-        unused |= idle
-    return found
+class _Banded:
+    """Banded tensors that share a budget, headers included, whatever the order they are given in."""
 
+    def __init__(self, banded: Mapping[Key, BandedCandidate]) -> None:
+        self._keys = sorted(banded)
+        self._own = [banded[key] for key in self._keys]
+        self._ladder = BandLadder([(one.energy, one.shape) for one in self._own])
 
-def _affordable(banded: Mapping[Key, BandedCandidate], budget: int) -> set[Key]:
-    """Tensors whose headers and cheapest directions a budget holds together, what is worth most for its bytes first."""
-    first = {key: one.entry_bytes + direction_bytes(one.shape, WIDTHS[-1]) for key, one in banded.items()}
-    users = [key for key in banded if len(banded[key].energy) and banded[key].energy[0] > 0]
-    taken: set[Key] = set()
-    for key in sorted(users, key=lambda key: (-banded[key].energy[0] / first[key], key)):
-        if first[key] <= budget:
-            taken.add(key)
-            budget -= first[key]
-    return taken
+    def spend(self, budget: int) -> dict[Key, Bands]:
+        # Headers are paid for at first, for all that could have a direction beside; what those without one do not need
+        # goes to the others.
+        unused = set(range(len(self._own))) - self._affordable(budget)
+        found: list[Bands] = []
+        for _ in range(3):
+            headers = sum(one.entry_bytes for at, one in enumerate(self._own) if at not in unused)
+            found = self._ladder.spend(budget - headers, unused)
+            idle = {at for at, bands in enumerate(found) if not sum(bands)} - unused
+            if not idle:
+                break
+            unused |= idle
+        return dict(zip(self._keys, found, strict=True))
+
+    def _affordable(self, budget: int) -> set[int]:
+        """Those whose headers and cheapest directions a budget holds together, worth most for its bytes first."""
+        first = [one.entry_bytes + direction_bytes(one.shape, WIDTHS[-1]) for one in self._own]
+        users = [at for at, one in enumerate(self._own) if len(one.energy) and one.energy[0] > 0]
+        taken: set[int] = set()
+        for at in sorted(users, key=lambda at: (-self._own[at].energy[0] / first[at], at)):
+            if first[at] <= budget:
+                taken.add(at)
+                budget -= first[at]
+        return taken
 
 
 def _spent_on_steps(steps: Sequence[Candidate], banded: Mapping[Key, BandedCandidate], budget: int) -> int:
@@ -182,17 +166,13 @@ def lambda_of_bands(steps: Sequence[Candidate], banded: Mapping[Key, BandedCandi
     peak = max(peaks, default=0.0)
     if not 0 < peak < math.inf or budget <= 0:
         return 0.0
+    ladder = BandLadder([(one.energy, one.shape) for one in banded.values()])  # headers are paid for beforehand
     low, high = max(math.log2(peak) - 200.0, -1000.0), max(math.log2(peak) + 1.0, -1000.0)
     for _ in range(_TURNS):
         middle = (low + high) / 2
         lam = 2.0**middle
-        low, high = (middle, high) if _steps_at(steps, lam) + _bands_at(banded, lam) > budget else (low, middle)
+        low, high = (middle, high) if _steps_at(steps, lam) + ladder.bytes_at(lam) > budget else (low, middle)
     return float(2.0**high)
-
-
-def _bands_at(banded: Mapping[Key, BandedCandidate], lam: float) -> int:
-    """Bytes of directions alone: their headers are paid for beforehand."""
-    return sum(bands_bytes(one.shape, choose_bands(one.energy, one.shape, lam)) for one in banded.values())
 
 
 def _steps_at(steps: Sequence[Candidate], lam: float) -> int:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from frontier_work import error, make_work
+from safetensors.torch import load_file, save_file
 
 from benchmarks.frontier import mergekit
+from benchmarks.frontier.auto import without_tables
 from benchmarks.frontier.deltacome import column_bits, delta_come
 from benchmarks.frontier.groups import group_bytes, round_rows, round_with_feedback
 from benchmarks.frontier.impart import BETAS, POWERS, _decode, drop_shares, impart, thinning
@@ -19,7 +21,7 @@ from benchmarks.frontier.mergekit import extract, read_adapter
 from benchmarks.frontier.plan import largest, shares
 from benchmarks.frontier.signs import bit_delta, bit_delta_fitted, fit_scale
 from benchmarks.frontier.sparse import dare, magnitude
-from benchmarks.frontier.treatment import ROWS, embedding_rank, table_one, table_two
+from benchmarks.frontier.treatment import ROWS, Served, table_one, table_two, tables_alike, with_tables
 from benchmarks.frontier.variant import Setup
 from benchmarks.frontier.work import Work
 from benchmarks.rate_drift_rows import Decoded
@@ -290,9 +292,34 @@ def test_table_one_counts_embeddings_and_norms(name: str) -> None:
     assert set(found) == set(work.base) and sum(nbytes for nbytes, _ in found.values()) <= budget
     assert found["model.norm.weight"][0] == 144
     assert torch.equal(found["model.norm.weight"][1], work.variant["model.norm.weight"].float())
-    rank = embedding_rank(work, budget, 0.125)
-    assert served.knobs["embedding_rank"] == rank
-    assert 0 < found["model.embed_tokens.weight"][0] <= 0.125 * budget
+    (table,) = tables_alike(work, budget, 0.125)
+    nbytes, weight = found["model.embed_tokens.weight"]
+    assert 0 < nbytes == table.nbytes <= 0.125 * budget
+    assert torch.equal(weight, (work.base[table.name].double() + table.delta).float())
+
+
+def test_what_brings_its_own_tables_gets_those_of_the_others(tmp_path: Path) -> None:
+    work = make_work()
+    budget = int(0.2 * work.checkpoint_bytes)
+    tables = tables_alike(work, budget, 0.125)
+    (tmp_path / "variant").mkdir()
+    (tmp_path / "variant" / "config.json").write_text("{}")
+    save_file(work.variant, tmp_path / "variant" / "model-00001-of-00001.safetensors")
+    (tmp_path / "variant" / "model.safetensors.index.json").write_text("{}")
+    own = without_tables(work, tmp_path / "variant", tmp_path / "own")
+    assert sorted(path.name for path in own.iterdir()) == ["config.json", "model.safetensors"]
+    loaded = load_file(own / "model.safetensors")
+    assert all(torch.equal(loaded[name], (work.base if name in work.tables else work.variant)[name]) for name in loaded)
+    assert without_tables(work, tmp_path / "variant", tmp_path / "own") == own
+    plain = Served({"knob": 1}, ((name, 5, tensor.float()) for name, tensor in loaded.items()), extra_bytes=3)
+    served = with_tables(work, tables, plain)
+    found = {name: (nbytes, weight) for name, nbytes, weight in served.weights}
+    assert (served.knobs, served.extra_bytes) == ({"knob": 1}, 3)
+    assert {name: nbytes for name, (nbytes, _) in found.items()} == {
+        name: 5 + (tables[0].nbytes if name in work.tables else 0) for name in loaded
+    }
+    name = work.tables[0]
+    assert torch.equal(found[name][1], (work.base[name].double() + tables[0].delta).float())
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.ships])

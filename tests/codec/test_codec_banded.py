@@ -262,3 +262,17 @@ def test_gains_that_could_round_are_refused(gain: bytes, message: str) -> None:
     data[at : at + 2] = gain  # NaN, Inf, 2^127, the least subnormal
     with pytest.raises(ArtifactInvalid, match=message):
         _CODEC.open(stored.node, lambda offset, count: bytes(data[offset : offset + count]), (65, 33))
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_directions_of_a_few_entries_add_no_more_than_they_explain(bits: int) -> None:
+    """Half of all levels stand for nothing there: kept at full strength, noise of 2 bits is larger than the delta."""
+    generator = torch.Generator().manual_seed(8)
+    delta = torch.randn(200, 150, generator=generator) * (torch.rand(200, 150, generator=generator) < 0.002)
+    found = factor(delta, 12)
+    stored = decode(store(found, only(bits, 12)), (200, 150))
+    fitted = found.left.double().mT @ found.right.double()
+    left = float((stored - delta).square().sum() / delta.double().square().sum())
+    without = float((fitted - delta).square().sum() / delta.double().square().sum())
+    assert left < 1.0
+    assert left >= without - 1e-9

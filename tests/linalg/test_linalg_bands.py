@@ -14,6 +14,7 @@ from mfs_decompose.linalg.bands import (
     ERROR,
     NOISE,
     WIDTHS,
+    BandLadder,
     Bands,
     allocate_bands,
     bands_bytes,
@@ -78,6 +79,28 @@ def test_a_budget_is_never_exceeded_and_nothing_more_fits(
         assert sum(bands) <= len(energies)
         if sum(bands) < len(energies):  # one more direction at the least width does not fit
             assert spent + direction_bytes(shape, WIDTHS[-1]) > budget
+
+
+@given(st.lists(st.tuples(_ENERGIES, _SHAPES), max_size=4), st.floats(1e-9, 10.0))
+def test_a_ladder_knows_what_one_lambda_takes(tensors: list[tuple[list[float], tuple[int, int]]], lam: float) -> None:
+    ladder = BandLadder(tensors)
+    taken = [choose_bands(energies, shape, lam) for energies, shape in tensors]
+    nbytes = sum(bands_bytes(shape, bands) for (_, shape), bands in zip(tensors, taken, strict=True))
+    assert ladder.bytes_at(lam) == nbytes
+    spent = ladder.spend(nbytes)  # and nothing is better spent at that size than by one lambda
+    ours, theirs = (
+        sum(loss_of(energies, bands) for (energies, _), bands in zip(tensors, found, strict=True))
+        for found in (spent, taken)
+    )
+    assert ours <= theirs * (1 + 1e-9)
+
+
+@given(st.lists(st.tuples(_ENERGIES, _SHAPES), min_size=2, max_size=4), st.integers(0, 20_000))
+def test_what_is_left_out_leaves_all_to_the_others(
+    tensors: list[tuple[list[float], tuple[int, int]]], budget: int
+) -> None:
+    found = BandLadder(tensors).spend(budget, unused=[0])
+    assert found == [(0,) * 5, *allocate_bands(tensors[1:], budget)]
 
 
 def test_the_allocation_is_close_to_the_best_there_is() -> None:

@@ -242,7 +242,8 @@ def test_a_head_of_its_own_over_a_tied_base(tmp_path: Path, family: Family) -> N
     own = fine_tune(family.base, tmp_path / "headed", seed=7, tie=False)
     report = run(tmp_path / "art", family.base, {"headed": own})
     head = record(tmp_path / "art", "headed")["tensors"][HEAD]
-    assert (head["kind"], head["base_name"], head["tree"]["codec"]) == ("tied", EMBEDDING, "sum")
+    assert (head["kind"], head["base_name"]) == ("tied", EMBEDDING)
+    assert head["tree"]["codec"] in ("banded", "sum")
     _, served = back(tmp_path / "art", "headed", tmp_path / "out", dtype="float32")
     found = measured_error(read_weights(own), read_weights(family.base), served)
     assert found == pytest.approx(report.variants[0].rel_error, rel=1e-6)

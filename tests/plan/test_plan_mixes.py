@@ -25,6 +25,7 @@ from mfs_decompose.plan.mixes import (
     mix_drift,
     rest_bits,
     rest_error,
+    rest_missed,
     split,
 )
 
@@ -123,7 +124,7 @@ def test_the_drift_of_the_formula_that_the_module_states(data: st.DataObject, ca
     noise = math.fsum(one * ERROR[bits] for one, bits in zip(weighed, widths, strict=False))
     rest = rms_left(candidate, bands) ** 2 * candidate.elements
     white = WHITE * error * (1 - error) * rest * candidate.mean_steep
-    expected = candidate.weight * (error**2 * (out + NOISY * noise) + white)
+    expected = candidate.weight * (rest_missed(candidate, mix) * out + error**2 * NOISY * noise + white)
     assert mix_drift(candidate, mix) == pytest.approx(expected, rel=1e-6, abs=1e-7 * candidate.weight)
 
 
@@ -149,13 +150,16 @@ def test_below_the_ladder_each_halving_of_a_step_costs_a_bit() -> None:
 
 
 def test_the_curve_between_two_ranks_lies_between_theirs() -> None:
-    candidate = spectrum(rank=10)
-    ways: list[Bands] = [(0, 0, 0, 0, 0), (0, 0, 5, 0, 0), (0, 0, 10, 0, 0)]
+    candidate = replace(spectrum(rank=10), curves=((0, CURVES[0]), (4, CURVES[1]), (10, CURVES[2])))
     # At one root mean square of what each leaves, so that only the curve differs.
-    low, middle, high = (rest_bits(candidate, Mix(bands, rms_left(candidate, bands))) for bands in ways)
-    assert low == pytest.approx(CURVES[0].at(1.0)[0])
-    assert high == pytest.approx(CURVES[1].at(1.0)[0])
-    assert middle == pytest.approx((low + high) / 2)
+    found = {}
+    for rank in (0, 1, 4, 7, 10):
+        bands: Bands = (0, 0, rank, 0, 0)
+        mix = Mix(bands, rms_left(candidate, bands))
+        found[rank] = (rest_bits(candidate, mix), rest_error(candidate, mix), rest_missed(candidate, mix))
+    assert [found[rank] for rank in (0, 4, 10)] == [pytest.approx(curve.at(1.0)) for curve in CURVES]
+    assert found[7] == pytest.approx([(low + high) / 2 for low, high in zip(found[4], found[10], strict=True)])
+    assert found[1] == pytest.approx(found[4])  # a delta without one direction is not like the whole
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.7, 1.6, 4.0])

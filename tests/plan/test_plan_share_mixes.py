@@ -17,9 +17,11 @@ from mfs_decompose.linalg.dead_curve import measure_dead_curve
 from mfs_decompose.plan.allocate import Candidate, Key
 from mfs_decompose.plan.mixes import Mix, MixCandidate, mix_bytes, mix_drift, split
 from mfs_decompose.plan.share import (
+    FLATTERED,
     PARTS,
     BandedCandidate,
     as_banded,
+    beside_mixes,
     choose_mixes,
     lambda_of_bands,
     share_out,
@@ -61,12 +63,12 @@ def test_what_is_chosen_fits_whatever_the_order(
     opened: list[tuple[list[float], float, float, float]], budget: int, random: Random
 ) -> None:
     ones: dict[Key, MixCandidate] = {("v", str(at)): open_tensor(*one) for at, one in enumerate(opened)}
-    picked = choose_mixes([], {}, ones, budget)
+    picked = choose_mixes(ones, budget)
     assert picked.keys() == ones.keys()
     assert nbytes_of(ones, picked) <= max(budget, 0) + 1e-6
     keys = list(ones)
     random.shuffle(keys)
-    assert choose_mixes([], {}, {key: ones[key] for key in keys}, budget) == picked
+    assert choose_mixes({key: ones[key] for key in keys}, budget) == picked
 
 
 @pytest.mark.parametrize("budget", [300, 900, 2_500, 6_000])
@@ -76,12 +78,13 @@ def test_bands_and_rests_get_the_parts_of_least_drift(budget: int) -> None:
         ("v", "steep"): open_tensor(falling(40.0, 0.6), 0.5, exact=None),
         ("v", "flat"): open_tensor(falling(1.0, 0.97), 20.0, exact=None),
     }
-    picked = choose_mixes([], {}, ones, budget)
+    picked = choose_mixes(ones, budget)
     tried = []
     for part in PARTS:
         _, bands = share_out([], {key: as_banded(one) for key, one in ones.items()}, int(part * budget))
-        tried.append(drift_of(ones, split(ones, bands, budget)))
-    assert drift_of(ones, picked) == min(tried)
+        drift = drift_of(ones, split(ones, bands, budget))
+        tried.append((math.exp(FLATTERED * (1 - part)) * drift, drift))
+    assert drift_of(ones, picked) == min(tried)[1]
     ladder: list[Bands] = [(0, 0, 0, 0, 0), (0, 0, 0, 1, 1), (0, 0, 2, 2, 0), (0, 2, 2, 2, 2), (2, 4, 4, 4, 6)]
     everything = [
         split(ones, dict(zip(ones, pair, strict=True)), budget)
@@ -94,17 +97,17 @@ def test_bands_and_rests_get_the_parts_of_least_drift(budget: int) -> None:
 @pytest.mark.parametrize("spare", [0, 1, 5_000])
 def test_a_budget_that_holds_all_bits_keeps_them(spare: int) -> None:
     ones: dict[Key, MixCandidate] = {("v", str(at)): open_tensor(falling(3.0, 0.8), exact=500.0) for at in range(3)}
-    assert choose_mixes([], {}, ones, 3 * 596 + spare) == dict.fromkeys(ones, Mix(exact=True))
-    assert choose_mixes([], {}, ones, 3 * 596 - 1) != dict.fromkeys(ones, Mix(exact=True))
+    assert choose_mixes(ones, 3 * 596 + spare) == dict.fromkeys(ones, Mix(exact=True))
+    assert choose_mixes(ones, 3 * 596 - 1) != dict.fromkeys(ones, Mix(exact=True))
 
 
 def test_a_tensor_of_which_all_bits_cost_no_more_leaves_its_bytes_to_the_others() -> None:
     cheap, dear = open_tensor(falling(3.0, 0.8), exact=40.0), open_tensor(falling(3.0, 0.8), exact=None)
     ones: dict[Key, MixCandidate] = {("v", "cheap"): cheap, ("v", "dear"): dear}
-    picked = choose_mixes([], {}, ones, 4_000)
+    picked = choose_mixes(ones, 4_000)
     assert picked["v", "cheap"] == Mix(exact=True)
     assert 0.97 * 4_000 < nbytes_of(ones, picked) <= 4_000
-    apart = choose_mixes([], {}, {("v", "dear"): dear}, 4_000 - 136)
+    apart = choose_mixes({("v", "dear"): dear}, 4_000 - 136)
     assert drift_of(ones, picked) <= 1.1 * mix_drift(dear, apart["v", "dear"])
 
 
@@ -113,7 +116,7 @@ def test_more_budget_leaves_less_drift() -> None:
         ("v", "steep"): open_tensor(falling(40.0, 0.6), 0.5),
         ("v", "flat"): open_tensor(falling(1.0, 0.97), 20.0),
     }
-    drifts = [drift_of(ones, choose_mixes([], {}, ones, budget)) for budget in range(400, 20_000, 1_400)]
+    drifts = [drift_of(ones, choose_mixes(ones, budget)) for budget in range(400, 20_000, 1_400)]
     assert drifts == sorted(drifts, reverse=True)
     assert drifts[-1] == 0.0
 
@@ -137,7 +140,8 @@ def test_all_kinds_together_stay_within_the_budget(
     free: dict[Key, MixCandidate] = {
         ("v", f"o{at}"): open_tensor(energies, weight=1.0 + at) for at, energies in enumerate(opened)
     }
-    picked = choose_mixes(fitted, banded, free, budget)
+    own = budget - beside_mixes(fitted, banded, free, budget)
+    picked = choose_mixes(free, own)
     coded = {key: mix for key, mix in picked.items() if mix.sized}
     spent = nbytes_of(free, coded)
     whole = banded | {key: as_banded(one) for key, one in free.items() if key not in coded}
@@ -151,7 +155,7 @@ def test_all_kinds_together_stay_within_the_budget(
     random.shuffle(turned)
     random.shuffle(again)
     assert share_out(again, {key: whole[key] for key in turned}, left) == (taken, given_bands)
-    assert choose_mixes(again, banded, free, budget) == picked
+    assert beside_mixes(again, banded, free, budget) == budget - own
 
 
 def test_what_others_want_is_left_to_them() -> None:
@@ -159,7 +163,9 @@ def test_what_others_want_is_left_to_them() -> None:
     energies = falling(10.0, 0.8, 40)
     banded: dict[Key, BandedCandidate] = {("v", "b"): BandedCandidate(energies, SHAPE, 96)}
     ones: dict[Key, MixCandidate] = {("v", "o"): open_tensor(energies, 0.0, exact=None)}
-    alone, beside = (nbytes_of(ones, choose_mixes([], others, ones, 3_000)) for others in ({}, banded))
+    alone, beside = (
+        nbytes_of(ones, choose_mixes(ones, 3_000 - beside_mixes([], others, ones, 3_000))) for others in ({}, banded)
+    )
     assert 2_900 < alone <= 3_000
     assert 0.3 * alone < beside < 0.7 * alone
 
