@@ -202,12 +202,12 @@ def evaluate(
     text: Sequence[str],
     *,
     variants: Sequence[str] | None = None,
-    through: Sequence[Literal["served", "restored"]] = ("served", "restored"),
+    through: Sequence[Literal["served", "restored"]] = ("served",),
     settings: EvalSettings | None = None,
     originals: Mapping[str, PathLike] | None = None,
     base: PathLike | None = None,
     device: str = "auto",
-    engine: Literal["restore", "runtime"] = "restore",
+    engine: Literal["auto", "runtime", "restore"] = "auto",
     progress: ProgressSink | None = None,
 ) -> EvalDocument:
     """Measure the drift of an artifact's variants against their own originals.
@@ -217,7 +217,8 @@ def evaluate(
         text: `FILE[:FIELD+FIELD]`, as `mfs eval --text`.
         variants: ids, all by default.
         originals: folders of the variants' own checkpoints, where they are no longer where the artifact was made.
-        engine: what answers as served: an fp32 restore in transformers, or the runtime.
+        engine: what answers as served: the runtime, or an fp32 restore in transformers; auto restores what the runtime
+            refuses.
 
     Raises:
         MfsError: as `decompose`.
@@ -243,7 +244,4 @@ def evaluate(
             engine=engine,
         )
         results, digest = measure_artifact(request, progress or NullSink())
-    described = describe_settings(how, results, chosen)
-    if engine == "runtime" and "served" in through:
-        described["served_engine"] = engine
-    return EvalDocument(tuple(results), described, digest)
+    return EvalDocument(tuple(results), describe_settings(how, results, chosen), digest)

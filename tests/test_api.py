@@ -42,7 +42,7 @@ def test_the_three_calls_of_the_docstring(family: TinyFamily, tmp_path: Path) ->
     text.write_text("the quick brown fox jumps over the lazy dog " * 8)
     document = evaluate(tmp_path / "art", [str(text)], variants=["code"], settings=EvalSettings(window=64))
     assert document.artifact_digest == report.artifact_digest
-    assert {result.through for result in document.results} == {"served", "restored"}
+    assert {(result.through, result.engine) for result in document.results} == {("served", "runtime")}
 
     with Family.open(tmp_path / "art") as stored:
         assert stored.variant("code").footprint <= 0.20

@@ -59,12 +59,16 @@ def command(
     variant: VariantOption = None,
     through: Annotated[
         Literal["served", "restored", "both"],
-        typer.Option("--through", help="Base plus delta in fp32, the restored checkpoint, or both."),
-    ] = "both",
+        typer.Option("--through", help="Base plus delta in fp32, as it is served; the restored checkpoint; or both."),
+    ] = "served",
     engine: Annotated[
-        Literal["restore", "runtime"],
-        typer.Option("--engine", help="What answers as served: an fp32 restore in transformers, or the runtime."),
-    ] = "restore",
+        Literal["auto", "runtime", "restore"],
+        typer.Option(
+            "--engine",
+            help="What answers as served: the runtime, or an fp32 restore in transformers; auto restores what the "
+            "runtime refuses.",
+        ),
+    ] = "auto",
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", min=2, metavar="N", help="Tokens of each file; 8192 by default.")
     ] = None,
@@ -169,10 +173,9 @@ def command(
             save_artifact_reference(request, save_reference, make_sink(output))
         results, digest = measure_artifact(request, make_sink(output))
         checks = check_measurement(request, make_sink(output)) if self_check else None
-    through_runtime = {"served_engine": engine} if engine == "runtime" and "served" in kinds else {}
     measured = EvalDocument(
         tuple(results),
-        describe_settings(settings, results, chosen, suite=chosen_suite.name or None) | through_runtime,
+        describe_settings(settings, results, chosen, suite=chosen_suite.name or None),
         digest,
         self_check=None if checks is None else tuple(check.to_json() for check in checks),
     )
@@ -181,7 +184,7 @@ def command(
         _write(out, document)
     if card is not None:
         named: dict[str, object] = {"--variant": variant, "--through": through}
-        named |= {"--engine": engine if through_runtime else None}
+        named |= {"--engine": None if engine == "auto" else engine}
         named |= {f"--{name.replace('_', '-')}": value for name, value in given_settings.items()}
         named |= {"--reference": reference and reference.name, "--device": chosen.partition(":")[0]}
         refs = {"--originals": [f"{id}={ref}" for id, ref in given.items()], "--base": [base] if base else []}

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mfs_decompose import __version__
 from mfs_decompose.artifact.canonical import digest_of
@@ -31,8 +31,11 @@ from mfs_decompose.pipeline.restore import RestoreOptions, restore
 from mfs_decompose.source.checkpoint import Checkpoint, TensorReader, open_checkpoint, read_sidecar
 from mfs_decompose.source.resolve import open_source
 
+if TYPE_CHECKING:
+    from mfs_decompose.runtime.loaded import LoadedFamily
+
 Through = Literal["served", "restored"]
-Engine = Literal["restore", "runtime"]
+Engine = Literal["auto", "runtime", "restore"]
 
 _MEANING = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """Side files that change what a checkpoint computes."""
@@ -50,7 +53,8 @@ class DriftRequest:
     `out` is the file that the caller will write the results to: those of each variant are kept beside it as they are
     measured, and a later run with the same artifact, texts and settings goes on from there. `reference` is a saved
     one, which stands for the original of its variant; only that one is measured then. `engine` is what answers as
-    served: the runtime, or transformers on a restored fp32 checkpoint.
+    served: the runtime, transformers on a restored fp32 checkpoint (`restore`), or that only for a variant which the
+    runtime refuses (`auto`).
     """
 
     artifact: Path
@@ -64,7 +68,7 @@ class DriftRequest:
     device: str = "cpu"
     out: Path | None = None
     reference: Path | None = None
-    engine: Engine = "restore"
+    engine: Engine = "auto"
 
 
 def measure_artifact(request: DriftRequest, progress: ProgressSink) -> tuple[list[DriftResult], str]:
@@ -106,9 +110,6 @@ def measure_artifact(request: DriftRequest, progress: ProgressSink) -> tuple[lis
                 note = f"the {stored.mode} base has no config of its own: figures of the base are left out"
                 progress.note(note, "warning")
                 base = None
-        loaded = None
-        if pending and request.engine == "runtime" and "served" in request.through:
-            loaded = load_served(request.artifact, pending, request.base, request.settings, request.device)
         for number, id in enumerate(pending):
             folder = request.scratch / f"variant-{number}"
             if id in adapters:
@@ -116,7 +117,8 @@ def measure_artifact(request: DriftRequest, progress: ProgressSink) -> tuple[lis
                 write_merge(adapters[id], open_checkpoint(request.scratch / "base", "base"), merged, progress)
             candidates: dict[str, Path | ServedCandidate] = {}
             for kind in request.through:
-                if kind == "served" and loaded is not None:
+                loaded = _load_served(request, id, progress) if kind == "served" else None
+                if loaded is not None:
                     candidates[kind] = ServedCandidate.of(loaded, id, folder / kind)
                     continue
                 candidates[kind] = place = folder / kind
@@ -124,10 +126,24 @@ def measure_artifact(request: DriftRequest, progress: ProgressSink) -> tuple[lis
             results[id] = measure_drift(
                 originals[id], candidates, base, request.corpora, request.settings, id, progress, request.device
             )
+            candidates.clear()
             shutil.rmtree(folder)
             if log is not None:
                 log.add(id, results[id])
     return [result for id in ids for result in results[id]], digest
+
+
+def _load_served(request: DriftRequest, id: str, progress: ProgressSink) -> LoadedFamily | None:
+    """The family with one variant, so that memory does not grow with how many there are; None: a restore answers."""
+    if request.engine == "restore":
+        return None
+    try:
+        return load_served(request.artifact, [id], request.base, request.settings, request.device)
+    except SourceIncompatible as error:
+        if request.engine == "runtime":
+            raise
+        progress.note(f"{id}: the runtime does not serve it ({error.message}), an fp32 restore answers", "warning")
+        return None
 
 
 def _go_on(
@@ -152,7 +168,7 @@ def _binding(request: DriftRequest, digest: str) -> dict[str, Any]:
         "texts": {corpus.name: {**corpus.identity(), "limit": corpus.max_tokens} for corpus in request.corpora},
         "through": list(request.through),
         "version of mfs": __version__,
-        **({} if request.engine == "restore" else {"engine": request.engine}),
+        "engine": request.engine,
     }
 
 

@@ -55,6 +55,7 @@ def describe_settings(
         "stride": settings.step,
         "bos_policy": settings.bos,
         "bos": {result.variant: result.bos for result in results},
+        "served_by": {result.variant: result.engine for result in results if result.through == "served"},
         "max_tokens": settings.max_tokens,
         "texts": {result.corpus: dict(result.text) for result in results},
         "convention": CONVENTION,

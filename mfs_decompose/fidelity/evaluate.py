@@ -103,10 +103,11 @@ def measure_drift(
             bos=encoder.bos,
             notes=tuple(notes[text.name]),
             noise=floors.get(text.name),
+            engine="runtime" if isinstance(candidate, ServedCandidate) else "transformers",
             text={**corpus.identity(), "max_tokens": token_limit(corpus, settings)},
         )
         for text, corpus in zip(texts, corpora, strict=True)
-        for role in candidates
+        for role, candidate in candidates.items()
     ]
     for said in dict.fromkeys(f"{result.corpus}: {note}" for result in results for note in result.notes):
         progress.note(f"{variant}, {said}", "warning")

@@ -37,6 +37,7 @@ class DriftResult:
         top1: fraction of tokens at which original and x have the same most likely token.
         recovered: 1 - kl_mean / kl_base.
         noise_kl, noise_ln_ppl: mean KL and |ln perplexity ratio| of the original against itself at another batch size.
+        engine: what answered: `runtime`, or `transformers` on a restored checkpoint.
         text: digest and sizes of the text, and how many of its tokens could be taken.
         bos: what stood before every window, as text, or `none`.
         figures: the tokens' own figures; None on a result that was read back.
@@ -61,6 +62,7 @@ class DriftResult:
     units: int = 0
     noise_kl: float | None = None
     noise_ln_ppl: float | None = None
+    engine: str = "transformers"
     text: Mapping[str, Any] = field(default_factory=dict)
     bos: str = "none"
     notes: tuple[str, ...] = ()
@@ -79,13 +81,14 @@ class DriftResult:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The row that others parse, of plain Python values; `text`, `bos` and remarks go to the settings."""
+        """The row that others parse, of plain Python values; `text`, `bos`, `engine`, remarks go to the settings."""
         row = {name: getattr(self, name) for name in _ROW}
         return row | {name: None if row[name] is None else list(row[name]) for name in _INTERVALS}
 
     def record(self) -> dict[str, Any]:
         """Everything but the tokens' figures, as plain JSON that `from_record` reads back."""
-        return self.to_json() | {"text": dict(self.text), "bos": self.bos, "notes": list(self.notes)}
+        beside = {"text": dict(self.text), "bos": self.bos, "engine": self.engine, "notes": list(self.notes)}
+        return self.to_json() | beside
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> DriftResult:
@@ -103,6 +106,7 @@ def summarise(
     bos: str,
     notes: tuple[str, ...] = (),
     noise: NoiseFloor | None = None,
+    engine: str = "transformers",
     text: Mapping[str, Any] | None = None,
 ) -> DriftResult:
     """Reduce the tokens' figures to one row; figures that are not finite become None with a note."""
@@ -131,6 +135,7 @@ def summarise(
         units=intervals.units,
         noise_kl=None if noise is None else noise.kl,
         noise_ln_ppl=None if noise is None else noise.ln_ppl,
+        engine=engine,
         text=dict(text or {}),
         bos=bos,
         notes=(*notes, *_explain_gaps(through, x, base)),

@@ -365,6 +365,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             "stride": int,
             "bos_policy": str,
             "bos": MAP,
+            "served_by": MAP,
             "max_tokens": int,
             "convention": str,
             "dtype": str,

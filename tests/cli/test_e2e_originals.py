@@ -27,7 +27,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_eval_measures_what_is_served_and_what_is_restored(made: Made, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "drift.json"
     words = ("eval", made.art, "--text", text, "--window", "32", "--max-tokens", "60")
-    document = succeeded(*words, "--variant", "math", "--out", out, "--json").document
+    document = succeeded(*words, "--variant", "math", "--through", "both", "--out", out, "--json").document
     check_document(document)
     assert json.loads(out.read_text()) == document
     assert document["artifact_digest"] == made.document["artifact_digest"]
@@ -45,7 +45,7 @@ def test_eval_measures_what_is_served_and_what_is_restored(made: Made, text: Pat
         assert 0 <= row["top1"] <= 1
     assert document["settings"]["window"] == 32
     assert document["tasks"] == []
-    plain = succeeded(*words, "--through", "served", "--variant", "code")
+    plain = succeeded(*words, "--variant", "code")
     assert [line.split()[:3] for line in plain.out.splitlines()[2:3]] == [["code", "served", "prose"]]
 
 

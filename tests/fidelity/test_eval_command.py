@@ -49,7 +49,8 @@ def suite(tmp_path: Path) -> Path:
 
 def test_a_suite_sets_texts_and_settings(stored: StoredFamily, suite: Path, tmp_path: Path) -> None:
     out = tmp_path / "drift.json"
-    content = document("eval", stored.artifact, "--suite", suite, "--variant", "math", "--out", out)
+    words = ("eval", stored.artifact, "--suite", suite, "--variant", "math", "--through", "both")
+    content = document(*words, "--out", out)
     assert json.loads(out.read_text()) == content
     rows = content["results"]
     assert [(row["through"], row["corpus"]) for row in rows] == [

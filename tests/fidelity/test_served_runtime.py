@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from fidelity_models import StoredFamily
+from fidelity_models import RecordingSink, StoredFamily
 from test_artifact_drift import asked
 from test_eval_command import document
 
-from mfs_decompose.errors import UsageError
+from mfs_decompose.errors import SourceIncompatible, UsageError
 from mfs_decompose.events import NullSink
+from mfs_decompose.fidelity import artifact_drift
 from mfs_decompose.fidelity.artifact_drift import measure_artifact, save_artifact_reference
 from mfs_decompose.fidelity.evaluate import measure_drift
 from mfs_decompose.fidelity.served_runtime import ServedCandidate, load_served
@@ -70,11 +71,34 @@ def test_the_command_says_which_engine_it_was(stored: StoredFamily, tmp_path: Pa
     text.write_text("the quick brown fox jumps over the lazy dog " * 8)
     words = ("eval", stored.artifact, "--text", text, "--variant", "math", "--window", "32")
     out = tmp_path / "drift.json"
-    runtime = document(*words, "--through", "served", "--engine", "runtime", "--out", out)
-    assert runtime["settings"]["served_engine"] == "runtime" and json.loads(out.read_text()) == runtime
-    plain = document(*words, "--through", "served")
-    assert "served_engine" not in plain["settings"]
+    runtime = document(*words, "--out", out)
+    assert json.loads(out.read_text()) == runtime
+    plain = document(*words, "--engine", "restore", "--through", "both")
+    assert [row["through"] for row in (*runtime["results"], *plain["results"])] == ["served", "served", "restored"]
+    assert (runtime["settings"]["served_by"], plain["settings"]["served_by"]) == (
+        {"math": "runtime"},
+        {"math": "transformers"},
+    )
     assert abs(plain["results"][0]["kl_mean"] - runtime["results"][0]["kl_mean"]) <= 1e-6
+
+
+def test_what_the_runtime_refuses_is_restored_and_said(
+    stored: StoredFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise SourceIncompatible("its rotations are of another kind")
+
+    request = asked(stored, tmp_path / "s", variants=["math"], through=("served",))
+    monkeypatch.setattr(artifact_drift, "load_served", refuse)
+    sink = RecordingSink()
+    (result, *_), _ = measure_artifact(request, sink)
+    assert result.engine == "transformers" and result.kl_mean is not None
+    note = "math: the runtime does not serve it (its rotations are of another kind), an fp32 restore answers"
+    assert note in sink.notes
+    again = replace(request, engine="runtime", scratch=tmp_path / "t")
+    again.scratch.mkdir()
+    with pytest.raises(SourceIncompatible, match="its rotations"):
+        measure_artifact(again, NullSink())
 
 
 def test_the_family_is_asked_for_one_variant_at_a_time(stored: StoredFamily) -> None:
