@@ -22,6 +22,7 @@ from mfs_decompose.source.header import TensorSpec
 from mfs_decompose.source.quantised import find_quantised
 
 _HEADROOM = 2  # allocation may give a tensor this many times the steps of an even split
+_BANDED_HEADROOM = 4  # of 2 bits each, which the flat tail of a strong tensor goes on and on for
 _TARGET_SHARE = 0.05  # of a checkpoint: open tensors under a target are fitted as for this budget
 
 
@@ -279,5 +280,6 @@ def _size(item: Item, recipe: Recipe, rule: DeltaRule, even: float) -> Item:
     elif objective.target is not None and not item.auto:
         steps, fixed = item.worthwhile_steps, False  # the search may have to go to the end of what the codec can
     else:
-        steps, fixed = min(item.worthwhile_steps, max(8, int(_HEADROOM * even) + 1)), False
+        headroom = _BANDED_HEADROOM if item.codec == "banded" else _HEADROOM
+        steps, fixed = min(item.worthwhile_steps, max(8, int(headroom * even) + 1)), False
     return replace(item, steps=steps, fixed=fixed)
