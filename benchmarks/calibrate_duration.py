@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, object]] = {
     "rank 64": {"objective.rank": 64},
     "budget 2%": {"objective.budget": "2%"},
     "budget 5%": {"objective.budget": "5%"},
+    "banded 5%": {"objective.budget": "5%", "deltas.default": {"codec": "lowrank", "factors": "banded"}},
     "sparse 2%": {"deltas.default.codec": "sparse", "objective.density": "2%"},
     "lossless": {"deltas.default.codec": "lossless"},
     "raw": {"deltas.default.codec": "raw"},

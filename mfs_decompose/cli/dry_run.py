@@ -90,7 +90,7 @@ def _show_plan(output: Output, document: Mapping[str, Any], notes: Iterable[str]
     )
     output.line(
         f"disk: {format_bytes(document['disk_bytes'])} needed at most, {format_bytes(document['disk_free'])} free; "
-        f"memory: {format_bytes(document['peak_ram'])} at most; reads {format_bytes(document['read_bytes'])}"
+        f"memory: {format_bytes(document['peak_ram'])}, read: {format_bytes(document['read_bytes'])}, each at most"
     )
     output.line(
         f"time: about {format_duration(document['seconds_estimated'])}, an estimate from this plan's work and from "

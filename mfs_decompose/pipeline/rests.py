@@ -14,10 +14,10 @@ from mfs_decompose.pipeline.direct import delta_matrix
 from mfs_decompose.pipeline.exact import CountingSink, encode_rows
 from mfs_decompose.pipeline.reading import Sources
 from mfs_decompose.pipeline.surveyed import OpenFacts
+from mfs_decompose.plan.duration import SAMPLED
 from mfs_decompose.plan.mixes import STEEP
 from mfs_decompose.plan.model import Item
 
-_SAMPLE = 1 << 17  # elements
 _RANKS = (16, 4, 1)
 """Parts of a fit that curves are measured beyond. A delta of a few units of bf16 is cheap to code while no direction is
 taken from it: its zeros are zeros."""
@@ -45,7 +45,7 @@ def survey_open(item: Item, fit: Fit, sources: Sources) -> OpenFacts:
 
 def _places(shape: tuple[int, int]) -> list[tuple[int, int]]:
     """Row ranges of the sample: all rows of a small matrix."""
-    wanted = max(1, _SAMPLE // shape[1])
+    wanted = max(1, SAMPLED // shape[1])
     if wanted >= shape[0]:
         return [(0, shape[0])]
     pieces = min(_PIECES, wanted)
@@ -77,7 +77,7 @@ def _factors(fit: Fit, first: int, last: int, places: list[tuple[int, int]]) -> 
 def _exact_bytes(item: Item, sources: Sources) -> float:
     """About what the lossless codec takes for the whole tensor, from rows in its middle, new rows raw."""
     common = item.common
-    count = min(common.rows, max(1, _SAMPLE * common.rows // common.numel))
+    count = min(common.rows, max(1, SAMPLED * common.rows // common.numel))
     first = (common.rows - count) // 2
     sink = CountingSink()
     encode_rows(item, first, first + count, sources, sink)

@@ -6,7 +6,7 @@ import pytest
 from plan_cases import LLAMA, checkpoint, plan_of
 
 from mfs_decompose.plan import duration
-from mfs_decompose.plan.duration import SECONDS_PER, count_work, estimate_duration
+from mfs_decompose.plan.duration import SAMPLED, SECONDS_PER, SIZED, count_work, estimate_duration
 
 
 def test_what_is_counted_is_what_has_a_rate() -> None:
@@ -25,6 +25,16 @@ def test_a_product_is_counted_by_its_sketch() -> None:
     assert work["elements"] == 800 * 300
     assert work["fp32"] == 5 * 800 * 300 * 32
     assert work["fp64"] == 4 * 2 * 300 * 32**2 + 5 * 32**3 + 800 * 300 * 8
+
+
+def test_open_tensors_are_surveyed_and_sized() -> None:
+    shapes = {"w": ("BF16", (800, 300)), "small.w": ("BF16", (80, 30))}
+    plan = plan_of(checkpoint("a", shapes), base=shapes)
+    work = count_work(plan, 0)
+    assert work["surveyed"] == SAMPLED + 80 * 30 < 800 * 300
+    assert work["sized"] == (1 + SIZED) * (800 * 300 + 80 * 30)
+    banded = count_work(plan_of(checkpoint("a", shapes), base=shapes, recipe={"deltas.default.codec": "lowrank"}), 0)
+    assert banded["surveyed"] == banded["sized"] == 0
 
 
 @pytest.mark.parametrize(
