@@ -17,7 +17,7 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-settings.register_profile("mfs", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("mfs", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("mfs")
 
 
