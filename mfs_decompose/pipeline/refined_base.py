@@ -22,6 +22,7 @@ from mfs_decompose.linalg.shapes import sketch_width
 from mfs_decompose.pipeline.base_stage import BaseUnit, make_base, mean_blocks, names_of_variants
 from mfs_decompose.pipeline.scheduler import Stop
 from mfs_decompose.pipeline.workspace import Workspace
+from mfs_decompose.plan.build import headroom
 from mfs_decompose.plan.model import Item, Plan
 from mfs_decompose.source.checkpoint import Checkpoint, TensorReader
 from mfs_decompose.source.comparable import comparable
@@ -31,7 +32,6 @@ from mfs_decompose.source.header import TensorSpec
 LARGEST = 1 << 26
 """Elements of a matrix that is refined; a larger one takes the mean."""
 
-_HEADROOM = 2  # a budget's plan fits twice the directions of an even split
 _BY_DIRECTIONS = ("lowrank", "banded")
 
 
@@ -134,7 +134,7 @@ def even_ranks(plan: Plan) -> dict[str, int]:
 
 
 def _even(item: Item) -> int:
-    return item.steps if item.fixed else max(1, item.steps // _HEADROOM)
+    return item.steps if item.fixed else max(1, item.steps // headroom(item.codec))
 
 
 def matrices_of(spec: TensorSpec) -> list[tuple[int, int]] | None:

@@ -264,6 +264,11 @@ def _even_steps(items: Sequence[Item], rules: Mapping[str, DeltaRule], plan: Var
     return max(cap - plan.unavoidable_bytes, 0) / cost if cost else 0.0
 
 
+def headroom(codec: str) -> int:
+    """How many times the steps of an even split a fit has under a budget."""
+    return _BANDED_HEADROOM if codec == "banded" else _HEADROOM
+
+
 def _size(item: Item, recipe: Recipe, rule: DeltaRule, even: float) -> Item:
     objective = recipe.objective
     if item.codec == "significant":
@@ -280,6 +285,5 @@ def _size(item: Item, recipe: Recipe, rule: DeltaRule, even: float) -> Item:
     elif objective.target is not None and not item.auto:
         steps, fixed = item.worthwhile_steps, False  # the search may have to go to the end of what the codec can
     else:
-        headroom = _BANDED_HEADROOM if item.codec == "banded" else _HEADROOM
-        steps, fixed = min(item.worthwhile_steps, max(8, int(headroom * even) + 1)), False
+        steps, fixed = min(item.worthwhile_steps, max(8, int(headroom(item.codec) * even) + 1)), False
     return replace(item, steps=steps, fixed=fixed)

@@ -107,7 +107,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(made: Made, tmp_path: Path
         "time: about ",
         "disk: ",
         "memory: ",
-        "reads ",
+        "read: ",
         "coverage 80 of 80 tensors",
         "lineage: not checked",
         "<= 45.1 kB",

@@ -42,7 +42,7 @@ def use(monkeypatch: pytest.MonkeyPatch, lane: Lane) -> None:
         monkeypatch.setattr(module, "lane_of", lambda wanted: lane)
 
 
-RECIPES = [{"objective.rank": 4}, {"objective.budget": "20%"}, {"deltas.default.codec": "sparse"}]
+RECIPES = [{"objective.rank": 4}, {"objective.budget": "10%"}, {"deltas.default.codec": "sparse"}]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=["rank", "budget", "sparse"])
