@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +20,17 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 settings.register_profile("mfs", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("mfs")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models this small are many times slower on two busy cores than on one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mfs_decompose.cli.options import (
-    MACHINE,
     ArtifactArgument,
     BaseOption,
     DeviceOption,
+    ScratchOption,
     ThreadsOption,
     VariantOption,
     output_of,
@@ -51,12 +51,7 @@ def command(
     base: BaseOption = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
-    scratch: Annotated[
-        Path | None,
-        typer.Option(
-            "--scratch", metavar="DIR", help="Where checkpoints are restored to meanwhile.", rich_help_panel=MACHINE
-        ),
-    ] = None,
+    scratch: ScratchOption = None,
 ) -> None:
     """Measure batches of base rows only, of one to all variants mixed, and of each variant alone.
 

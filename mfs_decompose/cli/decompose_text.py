@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mfs_decompose.cli.options import INPUTS
+from mfs_decompose.cli.options import INPUTS, text_option
 from mfs_decompose.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,12 +18,8 @@ if TYPE_CHECKING:
 
 TextOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--text",
-        metavar="FILE[:FIELD+FIELD]...",
-        show_default=False,
-        help="Text that --target is measured on, as mfs eval --text; that of --calibrate by default. Takes several.",
-        rich_help_panel=INPUTS,
+    text_option(
+        "Text that --target is measured on, as mfs eval --text; that of --calibrate by default. Takes several."
     ),
 ]
 MaxTokensOption = Annotated[

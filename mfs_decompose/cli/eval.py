@@ -13,14 +13,15 @@ import typer
 from mfs_decompose.cli.eval_card import check_card_place, repeat_command, write_card
 from mfs_decompose.cli.options import (
     INPUTS,
-    MACHINE,
     ArtifactArgument,
     BaseOption,
     DeviceOption,
     OriginalsOption,
+    ScratchOption,
     VariantOption,
     named_refs,
     output_of,
+    text_option,
 )
 from mfs_decompose.cli.out import Output
 from mfs_decompose.cli.progress import make_sink
@@ -32,14 +33,7 @@ if TYPE_CHECKING:
     from mfs_decompose.fidelity.suite import Suite
 
 TextOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--text",
-        metavar="FILE[:FIELD+FIELD]...",
-        show_default=False,
-        help="A .txt is one document, a .jsonl one a line, fields joined; takes several.",
-        rich_help_panel=INPUTS,
-    ),
+    list[str] | None, text_option("A .txt is one document, a .jsonl one a line, fields joined; takes several.")
 ]
 
 
@@ -119,12 +113,7 @@ def command(
         ),
     ] = None,
     device: DeviceOption = "auto",
-    scratch: Annotated[
-        Path | None,
-        typer.Option(
-            "--scratch", metavar="DIR", help="Where checkpoints are restored to meanwhile.", rich_help_panel=MACHINE
-        ),
-    ] = None,
+    scratch: ScratchOption = None,
 ) -> None:
     """Measure the drift of the variants against their own originals: KL, perplexity, top-1 agreement.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -14,6 +14,14 @@ from mfs_decompose.errors import UsageError
 INPUTS = "Inputs"
 OUTPUT = "Output"
 MACHINE = "Machine"
+
+
+def text_option(help: str) -> Any:
+    """`--text`, of which every command says what for."""
+    return typer.Option(
+        "--text", metavar="FILE[:FIELD+FIELD]...", show_default=False, help=help, rich_help_panel=INPUTS
+    )
+
 
 # Global, in front of the command or anywhere after it.
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -64,6 +72,12 @@ DeviceOption = Annotated[
     str,
     typer.Option(
         "--device", metavar="NAME", help="auto (cuda where there is one), cpu, cuda or cuda:N.", rich_help_panel=MACHINE
+    ),
+]
+ScratchOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--scratch", metavar="DIR", help="Where checkpoints are restored to meanwhile.", rich_help_panel=MACHINE
     ),
 ]
 ThreadsOption = Annotated[

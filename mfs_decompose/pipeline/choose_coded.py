@@ -45,7 +45,7 @@ def choose_coded(mixes: Mapping[Key, MixCandidate], budget: int, sizes: Sizes) -
     margin = least
     picked = choose_mixes(known, budget - margin)
     for turn in range(1, ROUNDS + 1):
-        if not any(mix.sized for mix in picked.values()):
+        if not any(mix.sized for mix in picked.values()) or any(one and one.picked == picked for one in (fits, over)):
             break
         now = _size(mixes, picked, sizes)
         excess = now.total - budget

@@ -14,8 +14,7 @@ from mfs_decompose.pipeline.direct import delta_matrix
 from mfs_decompose.pipeline.exact import CountingSink, encode_rows
 from mfs_decompose.pipeline.reading import Sources
 from mfs_decompose.pipeline.surveyed import OpenFacts
-from mfs_decompose.plan.duration import SAMPLED
-from mfs_decompose.plan.mixes import STEEP
+from mfs_decompose.plan.mixes import SAMPLED, STEEP
 from mfs_decompose.plan.model import Item
 
 _RANKS = (16, 4, 1)

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 from mfs_decompose.linalg.shapes import POWER_ITERATIONS, sketch_width, uses_gram
+from mfs_decompose.plan.mixes import SAMPLED
 from mfs_decompose.plan.model import Item, Plan
 
 _PROBE_BYTES = 1 << 23
@@ -38,9 +39,6 @@ tensors (benchmarks/results/calibrate_duration.json). Copying was lost in it, an
 
 
 SIZED = 2
-
-SAMPLED = 1 << 17
-"""Elements of an open tensor that are looked at, at most."""
 
 
 @dataclass(frozen=True)

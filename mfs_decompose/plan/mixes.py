@@ -30,6 +30,9 @@ STEEP = 2.0
 WHITE = 0.02
 NOISY = 0.02
 
+SAMPLED = 1 << 17
+"""Elements of an open tensor that its curves are measured on, at most."""
+
 _NOTHING: Bands = (0,) * len(WIDTHS)
 
 

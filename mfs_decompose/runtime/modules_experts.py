@@ -14,40 +14,24 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mfs_decompose.runtime.batch_plan import BASE, PlanSlot
+from mfs_decompose.runtime.batch_plan import PlanSlot
 from mfs_decompose.runtime.changes import Change, Delta
-from mfs_decompose.runtime.modules import RowAxes, add_delta, run_groups, shallow_copy
+from mfs_decompose.runtime.modules import FamilyRows, RowAxes, add_delta, shallow_copy
 from mfs_decompose.runtime.ops.dispatch import Ops
 
 
-class FamilyExperts(nn.Module):
+class FamilyExperts(FamilyRows):
     """A module of fused experts: (hidden [T, H], expert ids [T, K], weights [T, K]) -> [T, H]."""
 
     def __init__(self, original: nn.Module, slot: PlanSlot, ops: Ops, axes: RowAxes) -> None:
-        super().__init__()
-        self.original = original
-        self._slot, self._ops, self._axes = slot, ops, axes
-        self._copies: dict[int, nn.Module] = {}
+        super().__init__(original, slot, axes)
+        self._ops = ops
 
     def attach(self, variant: int, change: Change) -> None:
         own: dict[str, Any] = dict(change.whole)
         for name, deltas in change.stacks.items():
             own[name] = ServedStack(getattr(self.original, name), deltas, self._ops)
         self._copies[variant] = _in_eager_code(shallow_copy(self.original, own))
-
-    def detach(self, variant: int) -> None:
-        self._copies.pop(variant, None)
-
-    def forward(self, *inputs: Any) -> Any:
-        plan = self._slot.plan
-        if plan.uniform:
-            return self._of(plan.variants[0] if plan.variants else BASE)(*inputs)
-        if not any(variant in self._copies for variant in plan.variants):
-            return self.original(*inputs)
-        return run_groups(plan, inputs, self._axes, self._of)
-
-    def _of(self, variant: int) -> nn.Module:
-        return self._copies.get(variant, self.original)
 
 
 class ServedStack:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,8 @@ from fidelity_models import StoredFamily, make_model, make_tokenizer, perturb, s
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _on_one_thread(one_thread: None) -> None:
+    """For all tests of this folder."""
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ import pytest
 from plan_cases import LLAMA, checkpoint, plan_of
 
 from mfs_decompose.plan import duration
-from mfs_decompose.plan.duration import SAMPLED, SECONDS_PER, SIZED, count_work, estimate_duration
+from mfs_decompose.plan.duration import SECONDS_PER, SIZED, count_work, estimate_duration
+from mfs_decompose.plan.mixes import SAMPLED
 
 
 def test_what_is_counted_is_what_has_a_rate() -> None:

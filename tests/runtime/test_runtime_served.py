@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,12 +36,7 @@ def family(stored: Stored) -> ServedFamily:
     return Family.load(stored.artifact, kv_tokens=512)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_text_ids_and_chat_are_encoded_as_the_variants_own_tokenizer_does(family: ServedFamily, stored: Stored) -> None:
