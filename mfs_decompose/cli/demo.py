@@ -93,7 +93,7 @@ def _measure(output: Output, artifact: Path, scratch: Path) -> list[DriftResult]
 
     results: list[DriftResult] = []
     for id in VARIANTS:
-        output.say(f"{len(results) // 2 + 4}. mfs eval art --variant {id} --text {text_of(id).name}")
+        output.say(f"{len(results) // 2 + 4}. mfs eval art --variant {id} --text {text_of(id).name} --through both")
         place = scratch / f"eval-{id}"
         place.mkdir()
         request = DriftRequest(
