@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# A run that a shell put into the background inherits that SIGINT is ignored, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("mfs", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("mfs")

@@ -229,7 +229,7 @@ def start(hub: HubStub, tmp_path: Path, **more: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_download_goes_on(hub: HubStub, tmp_path: Path, kill: signal.Signals) -> None:
     hub.commit("org/name", FILES)
-    hub.fail(WEIGHTS, Drop(17_000), Body(delay=6.0))
+    hub.fail(WEIGHTS, Drop(17_000), Body(delay=1.0))
     process = start(hub, tmp_path)
     end = time.monotonic() + 20
     while len(hub.ranges(WEIGHTS)) < 2 and time.monotonic() < end:  # the second try hangs: now there are 17 000 bytes
