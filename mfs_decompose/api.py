@@ -50,7 +50,7 @@ class Family(StoredFamily):
         base: PathLike | None = None,
         device: str = "cpu",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        precision: Precision = "int8",
+        precision: Precision = "auto",
         tiers: TierLimits | None = None,
         limits: Limits | None = None,
         kv_tokens: int = 16384,
@@ -64,7 +64,7 @@ class Family(StoredFamily):
             device: cpu, cuda, cuda:N, or auto, which spreads the layers over all GPUs.
             dtype: of the base's weights and the activations; deltas are added in fp32.
             precision: of factors and single entries: int8 as stored, fp32 faster on a CPU, with up to four times the
-                memory.
+                memory; auto is fp32 for each variant that stays small.
             tiers: memory for deltas on the device and beside it; without, all are on the device.
             limits: of one step of the engine.
             kv_tokens: room for keys and values, in tokens.

@@ -42,7 +42,7 @@ class BenchRequest:
     variants: Sequence[str] | None = None
     base: str | None = None
     device: str = "cpu"
-    precision: Precision = "int8"
+    precision: Precision = "auto"
     scratch: Path | None = None
 
     def __post_init__(self) -> None:

@@ -38,9 +38,11 @@ def command(
     tokens: Annotated[int, typer.Option("--tokens", min=2, metavar="N", help="Tokens of an answer.")] = 16,
     rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Rounds; the best of each counts.")] = 3,
     precision: Annotated[
-        Literal["int8", "fp32"],
-        typer.Option("--precision", help="Of factors in memory: int8 as stored, or fp32, four times larger."),
-    ] = "int8",
+        Literal["auto", "int8", "fp32"],
+        typer.Option(
+            "--precision", help="Of factors in memory: int8 as stored, fp32 larger and faster, auto as loaded."
+        ),
+    ] = "auto",
     peers: Annotated[
         bool, typer.Option("--peers/--no-peers", help="Also whole models in transformers, and adapters in PEFT.")
     ] = True,

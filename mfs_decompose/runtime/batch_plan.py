@@ -9,17 +9,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mfs_decompose.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 BASE = -1
 """The slot of the base: rows without a delta."""
 
 ANY_ROWS = -1
 """The rows of a plan for one variant in whatever is passed: [B, S, H] of any B and S."""
+
+_RECENT = 8  # plans kept
 
 
 class Group(NamedTuple):
@@ -45,6 +50,7 @@ class BatchPlan:
     groups: tuple[Group, ...]
     rows: int
     uniform: bool
+    _foreign: dict[object, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def for_rows(cls, row_variants: Sequence[int]) -> BatchPlan:
@@ -85,6 +91,22 @@ class BatchPlan:
         assert rows == self.rows, f"{rows} rows reached a module under a plan for {self.rows}"
         return self.groups
 
+    def foreign(self, owners: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+        """bool [T, N], true where a column is not of the row's own variant; kept, as layers are alike.
+
+        Args:
+            owners: variant and number of columns, side by side.
+        """
+        found = self._foreign.get((owners, device))
+        if found is None:
+            import torch
+
+            columns = torch.tensor([variant for variant, count in owners for _ in range(count)])
+            rows = torch.tensor(self.row_variants)
+            found = (rows[:, None] != columns[None, :]).to(device)
+            self._foreign[owners, device] = found
+        return found
+
 
 class PlanSlot:
     """Where the modules of one loaded model find the plan of the step that runs; one step at a time, whoever asks."""
@@ -94,6 +116,7 @@ class PlanSlot:
         self._plan: BatchPlan | None = None
         self._logits: BatchPlan | None = None
         self._thread: int | None = None
+        self._recent: dict[BatchPlan, BatchPlan] = {}
         self.resident: set[int] | None = None
         """The slots whose deltas are attached; None where that is all of them.  Rows of others would be the base's."""
 
@@ -114,11 +137,18 @@ class PlanSlot:
             missing = () if self.resident is None else [v for v in plan.variants if v not in self.resident | {BASE}]
             assert not missing, f"slots {missing} are not attached"
             before = self._plan, self._logits, self._thread
-            self._plan, self._logits, self._thread = plan, logits, threading.get_ident()
+            self._plan, self._logits = self._known(plan), None if logits is None else self._known(logits)
+            self._thread = threading.get_ident()
             try:
                 yield
             finally:
                 self._plan, self._logits, self._thread = before
+
+    def _known(self, plan: BatchPlan) -> BatchPlan:
+        """The same plan as it was used before, with what was worked out for it: steps of decoding are alike."""
+        if len(self._recent) > _RECENT:
+            self._recent.clear()
+        return self._recent.setdefault(plan, plan)
 
     @property
     def is_inside(self) -> bool:

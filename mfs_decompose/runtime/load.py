@@ -8,10 +8,11 @@ with family.use("math") as model, torch.inference_mode():
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -26,8 +27,8 @@ from mfs_decompose.runtime.load_deltas import Places, Router
 from mfs_decompose.runtime.load_swap import attach, detach, swap_modules, swap_rotary
 from mfs_decompose.runtime.loaded import LoadedFamily, LoadedVariant
 from mfs_decompose.runtime.ops.dispatch import choose_ops
+from mfs_decompose.runtime.precision import Precision, widen_small
 from mfs_decompose.runtime.resident import SharedForms
-from mfs_decompose.runtime.resident_forms import widen
 from mfs_decompose.runtime.tiers import TierLimits, Tiers
 from mfs_decompose.source.architecture import language_model_class, read_transformers_config
 from mfs_decompose.source.side_files import GENERATION_CONFIG
@@ -35,9 +36,6 @@ from mfs_decompose.source.stop_ids import find_stop_ids
 from mfs_decompose.source.tokenizer_facts import read_tokenizer
 
 __all__ = ["LoadedFamily", "LoadedVariant", "Precision", "load_family"]
-
-Precision = Literal["int8", "fp32"]
-"""Of factors and single entries: as they are stored, or widened once, which takes up to four times the memory."""
 
 
 def load_family(
@@ -48,7 +46,7 @@ def load_family(
     device: str = "cpu",
     dtype: str = "float32",
     ops: str = "auto",
-    precision: Precision = "int8",
+    precision: Precision = "auto",
     limits: TierLimits | None = None,
 ) -> LoadedFamily:
     """Load a family to be run.
@@ -62,7 +60,7 @@ def load_family(
         dtype: of the base's weights and of the activations; deltas are added in fp32.
         ops: auto, cpu or reference.
         precision: of factors and single entries: int8 keeps what is stored, fp32 is faster on a CPU and takes up to
-            four times the memory.
+            four times the memory, auto is fp32 for each variant that then takes at most a sixteenth of the base.
         limits: memory for deltas; without, all variants are on the device.
 
     Raises:
@@ -74,7 +72,7 @@ def load_family(
     if dtype not in DTYPES:
         raise UsageError(f"expected a dtype among {', '.join(DTYPES)}, found {dtype!r}")
     if precision not in get_args(Precision):
-        raise UsageError(f"expected a precision of {' or '.join(get_args(Precision))}, found {precision!r}")
+        raise UsageError(f"expected a precision of {', '.join(get_args(Precision))}, found {precision!r}")
     spread = device == "auto" and torch.cuda.device_count() > 1
     first = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     place = check_device(first)
@@ -132,12 +130,15 @@ class _Reader:
     shared: SharedForms
     precision: Precision
 
+    @property
+    def base_bytes(self) -> int:
+        """Of the base in fp32."""
+        return 4 * sum(math.prod(tensor.shape) for tensor in self.family.manifest.base.tensors.values())
+
     def read(self, id: str) -> tuple[Changes, Mapping[str, str]]:
         """What a variant changes, in the CPU's memory, and the accounts of its tensors."""
         router = Router(self.family, self.places, self.base, self.described[id], self.shared)
-        changes = router.lead()
-        if self.precision == "fp32":
-            changes = {path: change.map(widen) for path, change in changes.items()}
+        changes = widen_small(router.lead(), self.shared.storages, self.precision, self.base_bytes)
         return changes, router.accounts
 
 

@@ -13,7 +13,7 @@ from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.runtime.batch_plan import PlanSlot
 from mfs_decompose.runtime.changes import Change, Changes, Kind, ServesVariants
 from mfs_decompose.runtime.load_trial import see_rows
-from mfs_decompose.runtime.modules import FamilyEmbedding, FamilyLinear, FamilyRows
+from mfs_decompose.runtime.modules import FamilyEmbedding, FamilyLinear, FamilyRows, shallow_copy
 from mfs_decompose.runtime.modules_experts import FamilyExperts
 from mfs_decompose.runtime.modules_rotary import FamilyRotary
 from mfs_decompose.runtime.ops.dispatch import Ops
@@ -54,7 +54,8 @@ def swap_modules(
             served = FamilyExperts(module, slot, ops, axes[path])
         else:
             _check_rows(path, module)
-            served = FamilyRows(module, slot, axes[path])
+            single = len(axes[path].inputs) == len(axes[path].outputs) == 1
+            served = FamilyRows(module, slot, axes[path], by_row=ops.stacks and single and _takes_rows(module))
         _put(model, path, served, hook)
         exchanged[path] = served
     return exchanged
@@ -162,6 +163,26 @@ def _check_rows(path: str, module: nn.Module) -> None:
             raise SourceIncompatible(
                 f"expected {path} ({type(module).__name__}) to work row by row, found that rows mix", hint=_HINT
             )
+
+
+def _takes_rows(module: nn.Module) -> bool:
+    """Whether the module's code gives each row what its own parameters give, where they come as rows."""
+    found = {leaf: value for leaf, value in module._parameters.items() if value is not None}
+    if module._modules or any(value.dim() != 1 for value in found.values()):
+        return False
+    try:
+        own = {leaf: at + _probe(value.numel(), value).flip(0) for at, (leaf, value) in enumerate(found.items())}
+        first = next(iter(found.values()))
+        x = _probe(first.numel(), first)
+        with torch.inference_mode():
+            together = shallow_copy(module, own)(x)
+            for at in range(_PROBED):
+                alone = shallow_copy(module, {leaf: value[at] for leaf, value in own.items()})(x[at : at + 1])
+                if not torch.equal(together[at : at + 1], alone):
+                    return False
+    except Exception:  # the classes' own, of any kind
+        return False
+    return True
 
 
 def _probe(width: int, like: torch.Tensor) -> torch.Tensor:

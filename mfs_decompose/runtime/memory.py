@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -37,23 +38,42 @@ Held = tuple[Sequence[Placed], Sequence[torch.Tensor]]
 """What a variant holds: forms, and whole parameters."""
 
 
+class _Use(NamedTuple):
+    """One tensor of a variant: where it lies, and how large it and all of its memory are."""
+
+    variant: str
+    form: str
+    start: int
+    nbytes: int
+    storage: int
+
+
 def count_memory(base: Iterable[torch.Tensor], variants: Mapping[str, Held]) -> Memory:
     """Count the bytes of a base, and of forms and whole parameters by variant."""
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in base}
-    owners: dict[int, tuple[str, int]] = {}
-    users: defaultdict[int, list[str]] = defaultdict(list)
+    uses: defaultdict[int, list[_Use]] = defaultdict(list)
     for id, (placed, tensors) in variants.items():
         named = [(one.form.name, tensor) for one in placed for tensor in one.form.tensors()]
         for form, tensor in [*named, *((WHOLE, tensor) for tensor in tensors)]:
             storage = tensor.untyped_storage()
-            if storage.nbytes() and id not in users[storage.data_ptr()]:
-                owners.setdefault(storage.data_ptr(), (form, storage.nbytes()))
-                users[storage.data_ptr()].append(id)
+            if storage.nbytes():
+                uses[storage.data_ptr()].append(
+                    _Use(id, form, tensor.data_ptr(), min(tensor.nbytes, storage.nbytes()), storage.nbytes())
+                )
     shared: defaultdict[str, int] = defaultdict(int)
     own: dict[str, defaultdict[str, int]] = {id: defaultdict(int) for id in variants}
-    for place, (form, nbytes) in owners.items():
-        part = shared if len(users[place]) > 1 else own[users[place][0]]
-        part[form] += nbytes
+    for found in uses.values():
+        if len({use.variant for use in found}) == 1:
+            own[found[0].variant][found[0].form] += found[0].storage
+            continue
+        # A stack: each variant has its part. What several use, and what nobody's part is, is of all.
+        parts = {(use.start, use.nbytes): use for use in reversed(found)}
+        for place, use in parts.items():
+            users = {other.variant for other in found if (other.start, other.nbytes) == place}
+            (own[use.variant] if len(users) == 1 else shared)[use.form] += use.nbytes
+        left = found[0].storage - sum(use.nbytes for use in parts.values())
+        if left > 0:
+            shared[found[0].form] += left
     return Memory(sum(sizes.values()), _sorted(shared), {id: _sorted(forms) for id, forms in own.items()})
 
 

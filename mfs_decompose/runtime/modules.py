@@ -20,6 +20,7 @@ from mfs_decompose.runtime.batch_plan import BASE, BatchPlan, Group, PlanSlot
 from mfs_decompose.runtime.changes import Change, Delta
 from mfs_decompose.runtime.ops.dispatch import Ops
 from mfs_decompose.runtime.resident_forms import Rows
+from mfs_decompose.runtime.stacks import MOST_ROWS, Stacks
 
 
 class FamilyLinear(nn.Module):
@@ -45,6 +46,8 @@ class FamilyLinear(nn.Module):
         self.original = original
         self._slot, self._ops = slot, ops
         self._deltas: dict[int, Delta] = {}
+        self._rest: dict[int, Delta] = {}  # what does not lie in the stacks
+        self._stacks = Stacks() if ops.stacks else None
         self._biases: dict[int, torch.Tensor] = {}
         self._served: set[int] = set()
         self._in_out, self._head = stored_in_out, head
@@ -58,13 +61,18 @@ class FamilyLinear(nn.Module):
     def attach(self, variant: int, change: Change) -> None:
         if change.matrix is not None:
             self._deltas[variant] = change.matrix
+            if self._stacks is not None:
+                self._rest[variant] = self._stacks.put(variant, change.matrix, self._in_out)
         if change.bias is not None:
             self._biases[variant] = change.bias
         self._served = self._deltas.keys() | self._biases.keys()
 
     def detach(self, variant: int) -> None:
         self._deltas.pop(variant, None)
+        self._rest.pop(variant, None)
         self._biases.pop(variant, None)
+        if self._stacks is not None:
+            self._stacks.drop(variant)
         self._served = self._deltas.keys() | self._biases.keys()
 
     @property
@@ -91,19 +99,29 @@ class FamilyLinear(nn.Module):
                 "expected the runtime to answer without gradients, found them switched on",
                 hint="call the model inside `with torch.inference_mode():`",
             )
-        self._add(changed, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]))
+        x_TI, y_TO = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        # Where all rows are one variant's, its own factors are less to read than the stack that they lie in.
+        if self._stacks is None or plan.uniform or plan.rows > MOST_ROWS:
+            self._add(changed, self._deltas, x_TI, y_TO)
+            return y
+        whole = y_TO if y.dtype == torch.float32 else y_TO.to(torch.float32)
+        self._stacks.add(plan, x_TI if x.dtype == torch.float32 else x_TI.to(torch.float32), whole)
+        self._add(changed, self._rest, x_TI, whole)
+        if whole is not y_TO:
+            y_TO.copy_(whole)
         return y
 
-    def _add(self, groups: list[Group], x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
+    def _add(self, groups: list[Group], deltas: Mapping[int, Delta], x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
         for variant, start, stop in groups:
+            delta, bias = deltas.get(variant), self._biases.get(variant)
+            if bias is None and (delta is None or not delta.placed):
+                continue
             rows = y_TO[start:stop]
             whole = rows if rows.dtype == torch.float32 else rows.to(torch.float32)
-            delta = self._deltas.get(variant)
             if delta is not None:
                 x = x_TI[start:stop]
                 x = x if x.dtype == torch.float32 else x.to(torch.float32)
                 add_delta(self._ops, delta, x, whole, self._in_out, *self._bias)
-            bias = self._biases.get(variant)
             if bias is not None:
                 whole[:, : bias.numel()] += bias
             if whole is not rows:
@@ -196,10 +214,10 @@ class FamilyEmbedding(nn.Module):
 def _look_up(ops: Ops, delta: Delta, ids: torch.Tensor, values: torch.Tensor) -> None:
     assert not delta.transposed, "an embedding has a row for each token"
     for one in delta.placed:
-        inside = (ids >= one.start) & (ids < one.stop)
         if one.start == 0 and one.stop >= delta.rows:
             ops.look_up(one.form, ids, one.stop, values)
             continue
+        inside = (ids >= one.start) & (ids < one.stop)
         at = inside.nonzero().flatten()
         if at.numel():
             part = values[at]
@@ -210,21 +228,30 @@ def _look_up(ops: Ops, delta: Delta, ids: torch.Tensor, values: torch.Tensor) ->
 class FamilyRows(nn.Module):
     """Norms, routers, or anything else that treats its rows one by one, with parameters of each variant's own.
 
-    The module's own code runs once for each group, over parameters as they are served. Which axis of its inputs and
-    outputs runs along the rows was seen in a trial run.
+    The module's own code runs once for each group, over parameters as they are served; or once for a few rows, where it
+    was seen at load that each row may bring its own. Which axis of its inputs and outputs runs along the rows was seen
+    in a trial run.
     """
 
-    def __init__(self, original: nn.Module, slot: PlanSlot, axes: RowAxes) -> None:
+    def __init__(self, original: nn.Module, slot: PlanSlot, axes: RowAxes, *, by_row: bool = False) -> None:
+        """
+        Args:
+            by_row: parameters of one axis may have one more before it, which runs along the rows.
+        """
         super().__init__()
         self.original = original
         self._slot, self._axes = slot, axes
         self._copies: dict[int, nn.Module] = {}  # not children: they share the original's
+        self._by_row = by_row
+        self._together: tuple[BatchPlan, int, nn.Module] | None = None
 
     def attach(self, variant: int, change: Change) -> None:
         self._copies[variant] = shallow_copy(self.original, change.whole)
+        self._together = None
 
     def detach(self, variant: int) -> None:
         self._copies.pop(variant, None)
+        self._together = None
 
     @property
     def weight(self) -> Any:
@@ -237,7 +264,26 @@ class FamilyRows(nn.Module):
             return self._of(plan.variants[0] if plan.variants else BASE)(*inputs)
         if not any(variant in self._copies for variant in plan.variants):
             return self.original(*inputs)
+        if self._by_row and plan.rows <= MOST_ROWS:
+            return self._with_rows(plan, inputs[0].dim())(*inputs)
         return run_groups(plan, inputs, self._axes, self._of)
+
+    def _with_rows(self, plan: BatchPlan, axes: int) -> nn.Module:
+        """The module with a row of parameters for each row of the plan; the last such is kept."""
+        if self._together is None or self._together[0] is not plan or self._together[1] != axes:
+            along = self._axes.inputs[0]
+            assert along is not None
+            between = [1] * (axes - along - 2)
+            parts = [(self._of(group.variant), group.stop - group.start) for group in plan.groups]
+            own = {
+                leaf: torch.cat([getattr(module, leaf).expand(count, -1) for module, count in parts]).view(
+                    plan.rows, *between, -1
+                )
+                for leaf, value in self.original._parameters.items()
+                if value is not None
+            }
+            self._together = plan, axes, shallow_copy(self.original, own)
+        return self._together[2]
 
     def _of(self, variant: int) -> nn.Module:
         found: nn.Module = self._copies.get(variant, self.original)

@@ -27,9 +27,9 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return store_architecture(tmp_path_factory.mktemp("architecture"), request.param)
 
 
-@pytest.fixture(scope="module")
-def family(stored: Stored) -> LoadedFamily:
-    return stored.load()
+@pytest.fixture(scope="module", params=["int8", "fp32"])
+def family(stored: Stored, request: pytest.FixtureRequest) -> LoadedFamily:
+    return stored.load(precision=request.param)
 
 
 def test_a_mixed_batch_answers_as_each_variant_alone(stored: Stored, family: LoadedFamily) -> None:

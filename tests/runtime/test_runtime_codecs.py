@@ -52,8 +52,9 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return store(root, made.base, made.variants, recipe(made.base, first, exact))
 
 
-def test_a_mixed_batch_of_every_codec(stored: Stored) -> None:
-    family = stored.load()
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_a_mixed_batch_of_every_codec(stored: Stored, precision: str) -> None:
+    family = stored.load(precision=precision)
     models = {id: stored.restored(id) for id in ("base", "chat", "words")}
     asked = texts(len(IDS))
     for id, text, found in zip(IDS, asked, packed_logits(family, IDS, asked), strict=True):

@@ -9,7 +9,7 @@ import torch
 from checkpoints import fine_tune, make_llama
 from runtime_families import Stored, alone, check_logits, packed_logits, store, texts
 
-from mfs_decompose.runtime import load_base
+from mfs_decompose.runtime import load_base, precision
 from mfs_decompose.runtime.memory import WHOLE, Memory, count_memory
 from mfs_decompose.runtime.resident_forms import Factor, LowRank, Placed
 from mfs_decompose.runtime.resident_report import NOTHING, report_resident
@@ -27,7 +27,14 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     return store(root, base, variants)
 
 
-def test_the_report_is_what_is_loaded(stored: Stored) -> None:
+@pytest.fixture(params=[False, True], ids=["stored", "widened"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether variants are small enough to be widened: tiny models are small, their variants are not."""
+    monkeypatch.setattr(precision, "WIDE_SHARE", 1e-3 if request.param else 1e9)
+    return bool(request.param)
+
+
+def test_the_report_is_what_is_loaded(stored: Stored, small: bool) -> None:
     memory, report = stored.load().memory(), report_resident(stored.artifact)
     foretold = {}
     for one in report["variants"]:
@@ -40,6 +47,8 @@ def test_the_report_is_what_is_loaded(stored: Stored) -> None:
     # The tied head is the embedding: one tensor in memory as in the file. The rest are rotary frequencies.
     assert 0 < memory.base - report["base_bytes"] < 200
     assert memory.total - memory.base == report["total_bytes"] - report["base_bytes"]
+    assert {one["precision"] for one in report["variants"]} == {"fp32" if small else "int8"} and not memory.shared
+    assert ("low rank float32" in foretold["math"]) == small
 
 
 def test_memory_that_is_shared_counts_once() -> None:
@@ -54,6 +63,18 @@ def test_memory_that_is_shared_counts_once() -> None:
         {"a": {"low rank float32/int8": 14, WHOLE: 12}, "b": {"low rank float32": 40}},
     )
     assert found.total == 44 + 72 + 26 + 40
+
+
+def test_parts_of_one_memory_are_each_variants_own() -> None:
+    left, right = torch.zeros(5, 9), torch.zeros(5, 7)
+    parts = {
+        id: ([Placed(LowRank(Factor(left[start:stop]), Factor(right[start:stop])), 0, 9)], [])
+        for id, start, stop in (("a", 0, 2), ("b", 2, 4))
+    }
+    form = "low rank float32"
+    found = count_memory([], parts)
+    assert found == Memory(0, {form: 64}, {"a": {form: 128}, "b": {form: 128}})
+    assert count_memory([], {"a": parts["a"]}).total == found.total == left.nbytes + right.nbytes
 
 
 def test_a_subset_holds_only_its_own(stored: Stored) -> None:

@@ -16,9 +16,10 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return store_architecture(tmp_path_factory.mktemp("neighbours"), request.param)
 
 
-@pytest.fixture(scope="module")
-def family(stored: Stored) -> LoadedFamily:
-    return stored.load()
+@pytest.fixture(scope="module", params=["int8", "fp32"])
+def family(stored: Stored, request: pytest.FixtureRequest) -> LoadedFamily:
+    """Widened, few rows go through stacks of all variants."""
+    return stored.load(precision=request.param)
 
 
 def test_neighbours_of_other_variants_change_no_bit(family: LoadedFamily) -> None:
@@ -55,6 +56,16 @@ def test_answers_of_variants_keep_the_base(family: LoadedFamily) -> None:
     assert family.memory() == held
     for before, after in zip(first, packed_logits(family, ["base"] * 3, asked), strict=True):
         assert torch.equal(before, after)
+
+
+def test_base_rows_change_no_bit_whatever_lies_about_them(family: LoadedFamily) -> None:
+    asked = texts(3)
+    pairs = (("chat", "words"), ("words", "chat"), ("chat", "chat"), ("words", "words"))
+    found = [packed_logits(family, [first, "base", second], asked)[1] for first, second in pairs]
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+    if family.model.config.model_type != "qwen3_moe":  # experts take the rows of a group at a time
+        assert torch.equal(found[0], packed_logits(family, ["base"] * 3, asked)[1])
 
 
 def test_a_failed_call_leaves_the_family_as_it_was(family: LoadedFamily) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,16 +39,18 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     return store(root, base, variants)
 
 
-def limits_for(stored: Stored, largest: float, host: float | None = None, pinned: tuple[str, ...] = ()) -> TierLimits:
+def limits_for(
+    stored: Stored, largest: float, host: float | None = None, pinned: tuple[str, ...] = (), precision: Any = "int8"
+) -> TierLimits:
     """Room on the device for so many times the largest variant."""
-    sizes = sizes_of(stored.artifact)
+    sizes = sizes_of(stored.artifact, precision)
     most = max(sizes.values())
     return TierLimits(int(largest * most), None if host is None else int(host * most), pinned)
 
 
 @cache
-def sizes_of(artifact: Path) -> dict[str, int]:
-    tiers = Stored(artifact, artifact, {}, artifact).load().tiers
+def sizes_of(artifact: Path, precision: Any) -> dict[str, int]:
+    tiers = Stored(artifact, artifact, {}, artifact).load(precision=precision).tiers
     return {id: tiers._sizes[id] for id in IDS[1:]}
 
 
@@ -89,8 +92,11 @@ def fuzz(stored: Stored, solo: list[list[int]], steps: int, seed: int) -> Engine
     """Random arrivals, cancels, use of single variants, and swaps, in `steps` steps; then all that is left."""
     draw = random.Random(seed)
     pinned = tuple(draw.sample(IDS[1:], draw.choice([0, 0, 1])))
-    limits = limits_for(stored, draw.choice([1.0, 1.6, 2.4]) + len(pinned), draw.choice([None, 0.0, 1.3]), pinned)
-    family = stored.load(limits=limits)
+    # Widened, variants lie in stacks, which every swap lays out anew.
+    precision = draw.choice(["int8", "fp32"])
+    room, host = draw.choice([1.0, 1.6, 2.4]), draw.choice([None, 0.0, 1.3])
+    limits = limits_for(stored, room + len(pinned), host, pinned, precision)
+    family = stored.load(limits=limits, precision=precision)
     before = family.base_digest()
     step = Limits(
         tokens=draw.choice([5, 24]), sequences=draw.choice([3, 12]), variants=draw.choice([2, 8]),
@@ -210,5 +216,5 @@ def test_wide_factors_answer_the_same_and_say_what_they_take(stored: Stored) -> 
         forms = (narrow.memory().variants[id], wide.memory().variants[id])
         assert "low rank int8" in forms[0] and "low rank int8" not in forms[1]
         assert forms[1]["low rank float32"] > 3 * forms[0]["low rank int8"]
-    with pytest.raises(UsageError, match="expected a precision of int8 or fp32, found 'bf16'"):
+    with pytest.raises(UsageError, match="expected a precision of auto, int8, fp32, found 'bf16'"):
         stored.load(precision="bf16")

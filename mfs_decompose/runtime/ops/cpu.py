@@ -23,6 +23,7 @@ class CpuOps:
     """Ops of `dispatch.Ops`, in plain torch."""
 
     name = "cpu"
+    stacks = True
 
     def add(self, form: Form, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
         if isinstance(form, LowRank):

@@ -19,6 +19,8 @@ class Ops(Protocol):
     """What a form does to the rows of its group, in place. x and y are fp32; y may be a slice of a wider tensor."""
 
     name: str
+    stacks: bool
+    """Whether a few rows of several variants may go through one product (`runtime.stacks`)."""
 
     def add(self, form: Form, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
         """`y += x M^T` of the form's matrix M [O, I]; own rows replace their columns of y by `x M^T`."""

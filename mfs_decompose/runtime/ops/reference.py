@@ -12,6 +12,7 @@ class ReferenceOps:
     """Ops of `dispatch.Ops`."""
 
     name = "reference"
+    stacks = False
 
     def add(self, form: Form, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
         if isinstance(form, Rows) and form.own:

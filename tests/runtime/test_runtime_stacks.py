@@ -1,0 +1,212 @@
+"""Deltas of several variants as one product, against the oracle, and what their factors lie in."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from mfs_decompose.runtime.batch_plan import BASE, BatchPlan, PlanSlot
+from mfs_decompose.runtime.changes import Change, Delta
+from mfs_decompose.runtime.modules import FamilyLinear
+from mfs_decompose.runtime.ops.cpu import CpuOps
+from mfs_decompose.runtime.ops.reference import ReferenceOps
+from mfs_decompose.runtime.resident_forms import Factor, Form, LowRank, Placed, Rows
+from mfs_decompose.runtime.stacks import MOST_RANK, MOST_ROWS, Stacks
+
+OUT, IN = 37, 21
+RANKS = (3, 7, 1, 24, 30)  # the last does not fit beside the others
+ROWS = (1, BASE, 0, 0, 2, BASE, 3, 4, 4, BASE)
+
+
+def low_rank(rank: int, seed: int, out: int = OUT, width: int = IN) -> LowRank:
+    draw = torch.Generator().manual_seed(seed)
+    return LowRank(*(Factor(0.1 * torch.randn(rank, length, generator=draw)) for length in (out, width)))
+
+
+def whole(form: Form, rows: int = OUT) -> Change:
+    return Change("linear", Delta((Placed(form, 0, rows),), rows))
+
+
+def layers(*, conv: bool = False, bias: bool = True, **options: object) -> tuple[PlanSlot, list[FamilyLinear]]:
+    """The same layer over the oracle's ops and over those that stack."""
+    torch.manual_seed(0)
+    original: nn.Module = Conv1D(OUT, IN) if conv else nn.Linear(IN, OUT, bias=bias)
+    slot = PlanSlot()
+    return slot, [
+        FamilyLinear(original, slot, ops, stored_in_out=conv, **options)  # type: ignore[arg-type]
+        for ops in (ReferenceOps(), CpuOps())
+    ]
+
+
+@torch.inference_mode()
+def answers(slot: PlanSlot, layer: FamilyLinear, rows: tuple[int, ...] = ROWS, seed: int = 5) -> torch.Tensor:
+    x = torch.randn(1, len(rows), IN, generator=torch.Generator().manual_seed(seed))
+    with slot.use(BatchPlan.for_rows(rows)):
+        found: torch.Tensor = layer(x)[0]
+    return found
+
+
+def check(slot: PlanSlot, both: list[FamilyLinear], rows: tuple[int, ...] = ROWS) -> None:
+    slow, fast = (answers(slot, layer, rows) for layer in both)
+    assert torch.allclose(slow, fast, atol=1e-5)
+
+
+@pytest.mark.parametrize("conv", [False, True])
+def test_ranks_that_differ_and_base_rows_between(conv: bool) -> None:
+    slot, both = layers(conv=conv)
+    forms = {variant: low_rank(rank, variant) for variant, rank in enumerate(RANKS)}
+    for layer in both:
+        for variant, form in forms.items():
+            turned = variant % 2 == 0  # a tensor of the checkpoint may lie either way
+            lies = form.transposed if turned else form
+            rows = IN if turned else OUT
+            layer.attach(variant, Change("linear", Delta((Placed(lies, 0, rows),), rows, turned != conv)))
+    check(slot, both)
+    assert [len(stack.members) for stack in both[1]._stacks._stacks] == [4, 1]  # type: ignore[union-attr]
+    plain = answers(slot, both[1], (BASE,) * len(ROWS))
+    found = answers(slot, both[1])
+    for row, variant in enumerate(ROWS):
+        assert torch.equal(found[row], plain[row]) == (variant == BASE)
+
+
+def test_forms_of_every_kind_beside_a_stack() -> None:
+    slot, both = layers()
+    draw = torch.Generator().manual_seed(1)
+    rows = Rows(torch.tensor([2, 30], dtype=torch.int32), torch.randn(2, IN, generator=draw), None, True)
+    narrow = LowRank(
+        Factor(torch.ones(2, OUT, dtype=torch.int8), torch.full((2, 1), 0.1)),
+        Factor(torch.ones(2, IN, dtype=torch.int8), torch.full((2, 1), 0.1)),
+    )
+    changes = [
+        Change("linear", bias=torch.randn(OUT, generator=draw)),
+        whole(low_rank(4, 2)),
+        Change("linear", Delta((Placed(low_rank(2, 3), 0, OUT), Placed(low_rank(5, 4), 0, OUT)), OUT)),
+        Change("linear", Delta((Placed(low_rank(3, 5, 20), 7, 27), Placed(rows, 0, OUT)), OUT)),
+        Change("linear", Delta((Placed(low_rank(40, 6), 0, OUT), Placed(narrow, 0, OUT)), OUT), torch.ones(OUT)),
+    ]
+    for layer in both:
+        for variant, change in enumerate(changes):
+            layer.attach(variant, change)
+    check(slot, both)
+    ranges = [(stack.start, stack.stop, stack.rank) for stack in both[1]._stacks._stacks]  # type: ignore[union-attr]
+    assert ranges == [(0, OUT, 11), (7, 27, 3)]
+
+
+def test_many_rows_and_single_variants_go_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot, both = layers()
+    for layer in both:
+        for variant in range(2):
+            layer.attach(variant, whole(low_rank(3, variant)))
+    calls: list[int] = []
+    before = Stacks.add
+    monkeypatch.setattr(Stacks, "add", lambda self, plan, *rest: (calls.append(plan.rows), before(self, plan, *rest)))
+    for rows in ((0, 1) * (MOST_ROWS // 2), (0,) * 5, (0, 1) * MOST_ROWS, (BASE, 1, BASE)):
+        check(slot, both, rows)
+    assert calls == [MOST_ROWS, 3]
+
+
+def test_other_variants_in_the_other_rows_change_no_bit() -> None:
+    slot, (_, layer) = layers()
+    for variant in range(4):
+        layer.attach(variant, whole(low_rank(3 + variant, variant)))
+    mixes = [(0, 2, 2, 1), (3, 2, 2, 1), (3, 2, 2, 3), (BASE, 2, 2, BASE), (BASE, 2, 2, 0)]
+    found = [answers(slot, layer, rows)[1:3] for rows in mixes]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_factors_are_held_once_and_leave_whole() -> None:
+    slot, both = layers()
+    forms = {variant: low_rank(2 + variant, variant) for variant in range(4)}
+    oracle = {variant: low_rank(2 + variant, variant) for variant in range(4)}
+    draw = random.Random(0)
+    there: set[int] = set()
+    for _ in range(30):
+        variant = draw.randrange(4)
+        for layer, all_forms in zip(both, (oracle, forms), strict=True):
+            if variant in there:
+                layer.detach(variant)
+            else:
+                layer.attach(variant, whole(all_forms[variant]))
+        there ^= {variant}
+        check(slot, both, (0, 1, BASE, 2, 3, 1))
+        held = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for at in there
+            for tensor in forms[at].tensors()
+        }
+        assert sum(held.values()) == 4 * (OUT + IN) * sum(2 + at for at in there)
+        assert len(held) == (2 if there else 0)
+        for at, form in forms.items():
+            assert all(torch.equal(*pair) for pair in zip(form.tensors(), oracle[at].tensors(), strict=True))
+            if at not in there:
+                assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in form.tensors())
+
+
+def test_what_an_embedding_shares_with_its_head_stays_shared() -> None:
+    _, (_, head) = layers(head=True)
+    shared = low_rank(3, 1)
+    embedding = LowRank(shared.left, shared.right)
+    head.attach(0, whole(shared))
+    head.attach(1, whole(low_rank(3, 2)))
+    assert embedding.left.codes.data_ptr() == shared.left.codes.data_ptr()
+    assert shared.left.codes.untyped_storage().nbytes() == 4 * 6 * OUT
+
+
+def test_what_would_spoil_or_copy_stays_apart() -> None:
+    stacks = Stacks()
+    endless = low_rank(2, 1)
+    endless.left.codes[0, 0] = torch.inf
+    wide, cut = low_rank(MOST_RANK // 2 + 1, 2), low_rank(6, 3)
+    part = LowRank(Factor(cut.left.codes[:3]), Factor(cut.right.codes[:3]))
+    for form in (endless, wide, part):
+        delta = Delta((Placed(form, 0, OUT),), OUT)
+        assert stacks.put(0, delta, False).placed == delta.placed
+    assert not stacks._stacks
+
+
+def test_a_neighbour_with_infinite_factors_spoils_its_own_rows_only() -> None:
+    slot, both = layers()
+    endless = low_rank(2, 1)
+    endless.left.codes[0, 0] = torch.inf
+    for layer in both:
+        layer.attach(0, whole(low_rank(3, 0)))
+        layer.attach(1, whole(endless))
+    found = answers(slot, both[1], (0, 1, BASE))
+    assert torch.isfinite(found[[0, 2]]).all() and not torch.isfinite(found[1]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_activations_are_added_to_in_fp32(dtype: torch.dtype) -> None:
+    slot, both = layers()
+    forms = [low_rank(3, variant) for variant in range(2)]
+    for layer in both:
+        layer.original.to(dtype)
+        for variant, form in enumerate(forms):
+            layer.attach(variant, whole(LowRank(*(Factor(side.codes.clone()) for side in (form.left, form.right)))))
+    x = torch.randn(1, 4, IN, generator=torch.Generator().manual_seed(2)).to(dtype)
+    with torch.inference_mode(), slot.use(BatchPlan.for_rows([0, 1, BASE, 1])):
+        slow, fast = (layer(x) for layer in both)
+    assert fast.dtype == dtype and torch.allclose(slow.float(), fast.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_swaps_inside_and_outside_of_inference_mode() -> None:
+    slot, both = layers()
+    with torch.inference_mode():
+        first = low_rank(3, 0)
+    second = low_rank(2, 1)
+    for layer in both:
+        layer.attach(0, whole(LowRank(*(Factor(side.codes.clone()) for side in (first.left, first.right)))))
+    both[1].detach(0)
+    both[1].attach(0, whole(first))
+    with torch.inference_mode():
+        both[1].attach(1, whole(second))
+    both[0].attach(1, whole(low_rank(2, 1)))
+    check(slot, both, (0, 1, BASE))
+    both[1].detach(1)
+    both[0].detach(1)
+    check(slot, both, (0, 1, BASE))
+    assert torch.equal(second.left.codes, low_rank(2, 1).left.codes)
