@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -104,7 +105,7 @@ def bench_runtime(request: BenchRequest, progress: ProgressSink) -> RuntimeBench
             "threads": torch.get_num_threads(), "device": request.device, "dtype": "float32",
             "precision": request.precision, "ops": family.ops,
         },
-        memory=_memory(family, engine, len(ids)),
+        memory=_memory(request, family, engine, ids),
         mixed=mixed,
         single=_single(request, family, ids, best, base),
         peers=peers,
@@ -187,16 +188,23 @@ def _single(
     )
 
 
-def _memory(family: LoadedFamily, engine: Engine, variants: int) -> dict[str, object]:
-    """Whole models would each have all parameters of the base in fp32."""
+def _memory(request: BenchRequest, family: LoadedFamily, engine: Engine, ids: Sequence[str]) -> dict[str, object]:
+    """Whole models are the variants alone, without the base; each as transformers would hold it in fp32."""
     held = family.memory()
-    models = variants * _FLOAT * sum(parameter.numel() for parameter in family.model.parameters())
+    with Family.open(request.artifact, base=request.base) as opened:
+        models = sum(
+            _FLOAT * math.prod(tensor.shape)
+            for id in ids
+            for name, tensor in opened.variant(id).tensors.items()
+            if opened.tree(id, name).codec != "alias"  # a tied head, held once
+        )
     return {
         "base": held.base,
         "shared": sum(held.shared.values()),
         "variants": sum(sum(forms.values()) for forms in held.variants.values()),
         "keys_and_values": engine.stats().kv_bytes_reserved,
         "total": held.total,
+        "models": len(ids),
         "whole_models": models,
         "ratio": models / held.total,
     }

@@ -149,7 +149,12 @@ def _show(output: Output, found: RuntimeBench) -> None:
     memory = found.memory
     output.line(
         f"memory: base {format_bytes(memory['base'])}, deltas {format_bytes(memory['shared'] + memory['variants'])}, "
-        f"keys and values {format_bytes(memory['keys_and_values'])}; {memory['ratio']:.2f} times less than whole models"
+        f"keys and values {format_bytes(memory['keys_and_values'])}"
+    )
+    many = f"{memory['models']} variants as whole models" if memory["models"] > 1 else "the variant as a whole model"
+    output.line(
+        f"base and deltas take {memory['ratio']:.2f} times less than {many} in fp32, "
+        f"{format_bytes(memory['whole_models'])} (keys and values on neither side, and no model for the base)"
     )
     output.line(f"recommended: at most {found.cap} distinct variants a step")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,21 +26,17 @@ def place_of(log: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class DeadCurve:
-    """At each of RATIOS: bits an element, the squared error as part of the energy, and what of the strong directions'
-    energy coding misses in one sense: zeroing small values may shrink them by more than the error says.
-    """
+    """At each of RATIOS: bits an element, and the squared error as part of the energy."""
 
     bits: tuple[float, ...]
     error: tuple[float, ...]
-    missed: tuple[float, ...]
 
-    def at(self, ratio: float) -> tuple[float, float, float]:
-        """Bits, error and what is missed at any step: geometric between those of the ladder, and clamped."""
+    def at(self, ratio: float) -> tuple[float, float]:
+        """Bits and error at any step: geometric between those of the ladder, and clamped."""
         place = min(max(place_of(math.log2(ratio)), 0.0), len(RATIOS) - 1.0)
         low = min(int(place), len(RATIOS) - 2)
         part = place - low
-        bits, error, missed = (_between(ladder, low, part) for ladder in (self.bits, self.error, self.missed))
-        return bits, error, missed
+        return _between(self.bits, low, part), _between(self.error, low, part)
 
 
 def _between(ladder: tuple[float, ...], low: int, part: float) -> float:
@@ -50,73 +45,41 @@ def _between(ladder: tuple[float, ...], low: int, part: float) -> float:
     return found if found > LEAST else 0.0
 
 
-@dataclass(frozen=True)
-class Directions:
-    """Strong directions of a matrix, of any length: left [K, R] in the sampled rows, right [K, I], and weights [K].
-
-    Their own outer products add up to a part of the matrix, and they are orthogonal.
-    """
-
-    left: torch.Tensor
-    right: torch.Tensor
-    weight: torch.Tensor
-
-
-def measure_dead_curve(values_RI: torch.Tensor, dead: float, strong: Directions | None = None) -> DeadCurve | None:
-    """The curve of sampled rows of finite values, with a zero widened by `dead` steps; None where all are zero.
+def measure_dead_curve(values_RI: torch.Tensor, dead: float) -> DeadCurve | None:
+    """The curve of sampled finite values, with a zero widened by `dead` steps; None where all are zero.
 
     Bits are the entropy of the codes in the sample, which a static model comes within a percent of; codes of size 1,
-    and larger ones, are put at the mean of what they stand for, as the codec does. Without strong directions, or where
-    the sample does not have them, every direction is taken to shrink by the error.
+    and larger ones, are put at the mean of what they stand for, as the codec does.
     """
     import numpy as np
 
-    flat = values_RI.reshape(-1).double().numpy()
-    sizes = np.abs(flat)
-    square = float(np.square(sizes).sum())
+    sizes = np.sort(np.abs(values_RI.reshape(-1).double().numpy()))
+    # Sorted, the values of one code are neighbours: sums over them are differences of running sums.
+    running = np.concatenate(([0.0], np.cumsum(sizes)))
+    squares = np.concatenate(([0.0], np.cumsum(np.square(sizes))))
+    square, count = float(squares[-1]), sizes.size
     if square <= 0.0:
         return None
-    rms = math.sqrt(square / sizes.size)
-    kept = None if strong is None else _kept(strong, values_RI)
-    bits, errors, missed = [], [], []
+    rms = math.sqrt(square / count)
+    bits, errors = [], []
     for ratio in RATIOS:
         step = ratio * rms
-        codes = np.floor(sizes / step + (0.5 - dead)).astype(np.int64)
-        counts = np.bincount(np.minimum(codes, 4095))
-        shares = counts[counts > 0] / sizes.size
-        signs = 1.0 - counts[0] / sizes.size
+        most = math.floor(sizes[-1] / step + (0.5 - dead))
+        ends = np.append(sizes.searchsorted((np.arange(1, most + 1) - (0.5 - dead)) * step), count)
+        members = np.diff(ends, prepend=0)
+        shares = members[members > 0] / count
+        signs = 1.0 - members[0] / count
         bits.append(float(signs - (shares * np.log2(shares)).sum()))
-        over = sizes - codes * step
-        lost, stored = float(np.square(sizes[codes == 0]).sum()), codes * step
-        for chosen in (codes == 1, codes > 1):
-            part = over[chosen]
-            if part.size:
-                lost += float(np.square(part).sum() - part.sum() ** 2 / part.size)
-                stored[chosen] += part.mean()
-        error = max(lost / square, _LITTLE)
-        errors.append(error)
-        missed.append(error**2 if kept is None else kept(np.copysign(stored, flat)))
-    return DeadCurve(tuple(bits), tuple(errors), tuple(missed))
-
-
-def _kept(strong: Directions, values_RI: torch.Tensor) -> Callable[[Any], float] | None:
-    """Of stored values, what part of the strong directions' energy they miss along them; None where none is seen."""
-    import torch
-
-    left, right = strong.left.double(), strong.right.double()
-
-    def along(matrix_RI: torch.Tensor) -> torch.Tensor:
-        return ((left @ matrix_RI) * right).sum(dim=1)
-
-    own = along(values_RI.double())
-    seen = own > 0
-    weight = torch.where(seen, strong.weight.double(), 0.0)
-    total = float(weight.sum())
-    if total <= 0.0:
-        return None
-
-    def missed(stored: Any) -> float:
-        share = along(torch.from_numpy(stored).view(values_RI.shape)) / torch.where(seen, own, 1.0)
-        return max(float((weight * (1.0 - share).square()).sum()) / total, _LITTLE)
-
-    return missed
+        lost = float(squares[ends[0]])
+        # Over codes c = 1, and over all larger ones: the variance of |x| - c * step, times their number.
+        for codes in (slice(1, 2), slice(2, None)):
+            size, counts = np.arange(most + 1)[codes] * step, members[codes]
+            total = int(counts.sum())
+            if total:
+                first, last = ends[codes.start - 1], ends[codes.start - 1] + total
+                sums = np.diff(running[ends])[codes.start - 1 :][: counts.size]
+                over = float(sums.sum() - (counts * size).sum())
+                energy = float(squares[last] - squares[first] - 2 * (sums * size).sum() + (counts * size * size).sum())
+                lost += max(energy - over**2 / total, 0.0)
+        errors.append(max(lost / square, _LITTLE))
+    return DeadCurve(tuple(bits), tuple(errors))

@@ -9,22 +9,18 @@ import torch
 
 from mfs_decompose.codec.base import Fit
 from mfs_decompose.codec.deadzone import DEAD
-from mfs_decompose.linalg.dead_curve import DeadCurve, Directions, measure_dead_curve
+from mfs_decompose.linalg.dead_curve import DeadCurve, measure_dead_curve
 from mfs_decompose.pipeline.direct import delta_matrix
 from mfs_decompose.pipeline.exact import CountingSink, encode_rows
 from mfs_decompose.pipeline.reading import Sources
 from mfs_decompose.pipeline.surveyed import OpenFacts
-from mfs_decompose.plan.mixes import SAMPLED, STEEP
+from mfs_decompose.plan.mixes import SAMPLED
 from mfs_decompose.plan.model import Item
 
 _RANKS = (16, 4, 1)
 """Parts of a fit that curves are measured beyond. A delta of a few units of bf16 is cheap to code while no direction is
 taken from it: its zeros are zeros."""
 
-_STRONG = 16
-"""Directions of a rest of which it is measured what coding misses along them."""
-
-_TINY = 1e-300
 _PIECES = 16  # that it is taken in, evenly spaced
 
 
@@ -36,7 +32,7 @@ def survey_open(item: Item, fit: Fit, sources: Sources) -> OpenFacts:
     curves: list[tuple[int, DeadCurve]] = []
     for rank in sorted({0, *(max(fit.steps // part, 1) for part in _RANKS)}):
         rest = rows if rank == 0 else rows - _fitted(fit, rank, places)
-        curve = measure_dead_curve(rest, DEAD, _strong(fit, rank, places))
+        curve = measure_dead_curve(rest, DEAD)
         if curve is not None:
             curves.append((rank, curve))
     return OpenFacts(fit.total, tuple(curves), _exact_bytes(item, sources))
@@ -53,24 +49,10 @@ def _places(shape: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def _fitted(fit: Fit, rank: int, places: list[tuple[int, int]]) -> torch.Tensor:
-    left, right = _factors(fit, 0, rank, places)
-    return left.mT @ right
-
-
-def _strong(fit: Fit, rank: int, places: list[tuple[int, int]]) -> Directions | None:
-    """The strongest directions of a rest, weighted like the drift that they make."""
-    last = min(rank + _STRONG, fit.steps)
-    if rank >= last:
-        return None
-    weight = fit.energy[rank:last].to(torch.float64) ** (1.0 + STEEP)
-    return Directions(*_factors(fit, rank, last, places), weight / weight[0].clamp(min=_TINY))
-
-
-def _factors(fit: Fit, first: int, last: int, places: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some directions of a fit, of the left ones the sampled rows."""
-    left = fit.arrays["u"][first:last].to(torch.float32) * fit.arrays["us"][first:last]
-    right = fit.arrays["v"][first:last].to(torch.float32) * fit.arrays["vs"][first:last]
-    return torch.cat([left[:, start:stop] for start, stop in places], dim=1), right
+    """The sampled rows of what the leading directions store."""
+    left = fit.arrays["u"][:rank].to(torch.float32) * fit.arrays["us"][:rank]
+    right = fit.arrays["v"][:rank].to(torch.float32) * fit.arrays["vs"][:rank]
+    return torch.cat([left[:, start:stop] for start, stop in places], dim=1).mT @ right
 
 
 def _exact_bytes(item: Item, sources: Sources) -> float:

@@ -31,7 +31,7 @@ class OpenFacts:
     exact_bytes: float
 
     def to_json(self) -> list[Any]:
-        return [self.energy, self.exact_bytes, [[rank, c.bits, c.error, c.missed] for rank, c in self.curves]]
+        return [self.energy, self.exact_bytes, [[rank, c.bits, c.error] for rank, c in self.curves]]
 
     @classmethod
     def from_json(cls, document: Sequence[Any]) -> OpenFacts:

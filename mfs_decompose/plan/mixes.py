@@ -4,7 +4,7 @@ Drift of a direction grows faster than its energy. A fine-tune's delta is a sum 
 strong directions are those that activations have, and leaving one out shifts all tokens in one sense. What was measured
 on a light and on a heavy full fine-tune, over four decades of KL, low rank, banded and with a coded rest alike, follows
 
-    drift = sum over directions left out of s^2 (s / s_1)^4, times what a dead zone that codes them misses along them
+    drift = e^2 * sum over directions left out of s^2 (s / s_1)^4, where a dead zone that codes them loses the part e
           + WHITE * e (1 - e) * (energy of the rest) * (mean of (s / s_1)^4), which coding spreads over all directions
           + NOISY * e^2 * noise of the bands, weighted alike
 
@@ -111,9 +111,9 @@ def mix_drift(candidate: MixCandidate, mix: Mix) -> float:
     rank = sum(mix.bands)
     tail = candidate.heavy[-1] - candidate.heavy[rank] + candidate.beyond
     noise = _noise(candidate.heavy, mix.bands)
-    _, error, missed = _at(candidate, mix)
+    _, error = _at(candidate, mix)
     white = WHITE * error * (1.0 - error) * _rest(candidate, mix.bands) * candidate.mean_steep
-    return candidate.weight * (missed * tail + error * error * NOISY * noise + white)
+    return candidate.weight * (error * error * (tail + NOISY * noise) + white)
 
 
 def energy_lost(candidate: MixCandidate, mix: Mix) -> float:
@@ -132,11 +132,6 @@ def mix_bytes(candidate: MixCandidate, mix: Mix) -> float:
 def rest_error(candidate: MixCandidate, mix: Mix) -> float:
     """The part of a rest's energy that coding loses: 1 where it is not coded."""
     return _at(candidate, mix)[1]
-
-
-def rest_missed(candidate: MixCandidate, mix: Mix) -> float:
-    """The part of the energy of a rest's strong directions that coding loses along them: 1 where it is not coded."""
-    return _at(candidate, mix)[2]
 
 
 def rest_bits(candidate: MixCandidate, mix: Mix) -> float:
@@ -246,8 +241,8 @@ _TURNS = 40
 _LEAST_BITS = 2e-3  # an element: below this models and headers are most of it
 
 
-def _at(candidate: MixCandidate, mix: Mix) -> tuple[float, float, float]:
-    return _coded(*_rest_of(candidate, mix.bands), mix.step) if mix.step > 0.0 else (0.0, 1.0, 1.0)
+def _at(candidate: MixCandidate, mix: Mix) -> tuple[float, float]:
+    return _coded(*_rest_of(candidate, mix.bands), mix.step) if mix.step > 0.0 else (0.0, 1.0)
 
 
 def _rest_of(candidate: MixCandidate, bands: Bands) -> tuple[float, DeadCurve | None]:
@@ -256,15 +251,14 @@ def _rest_of(candidate: MixCandidate, bands: Bands) -> tuple[float, DeadCurve | 
     return rms, _curve_at(candidate, sum(bands)) if rms > 0.0 else None
 
 
-def _coded(rms: float, curve: DeadCurve | None, step: float) -> tuple[float, float, float]:
-    """Of a rest that is coded under a step: bits an element, what of its energy is lost, and of that of its strong
-    directions along them."""
+def _coded(rms: float, curve: DeadCurve | None, step: float) -> tuple[float, float]:
+    """Of a rest that is coded under a step: bits an element, and what part of its energy is lost."""
     if curve is None or step <= 0.0:
-        return 0.0, 1.0, 1.0
+        return 0.0, 1.0
     ratio = step / rms
-    bits, error, missed = curve.at(ratio)
+    bits, error = curve.at(ratio)
     finer = max(RATIOS[0] / ratio, 1.0)  # than was measured: a bit for each halving
-    return bits + math.log2(finer), error / finer**2, missed / finer**4
+    return bits + math.log2(finer), error / finer**2
 
 
 def _rest(candidate: MixCandidate, bands: Bands) -> float:
@@ -293,8 +287,7 @@ def _curve_at(candidate: MixCandidate, rank: int) -> DeadCurve | None:
         return curves[after][1]
     (low, one), (high, two) = curves[after - 1], curves[after]
     part = (rank - low) / (high - low)
-    sides = ((one.bits, two.bits), (one.error, two.error), (one.missed, two.missed))
-    return DeadCurve(*(_between(*side, part) for side in sides))
+    return DeadCurve(_between(one.bits, two.bits, part), _between(one.error, two.error, part))
 
 
 def _between(one: Sequence[float], two: Sequence[float], part: float) -> tuple[float, ...]:

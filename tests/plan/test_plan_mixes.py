@@ -25,7 +25,6 @@ from mfs_decompose.plan.mixes import (
     mix_drift,
     rest_bits,
     rest_error,
-    rest_missed,
     split,
 )
 
@@ -124,7 +123,7 @@ def test_the_drift_of_the_formula_that_the_module_states(data: st.DataObject, ca
     noise = math.fsum(one * ERROR[bits] for one, bits in zip(weighed, widths, strict=False))
     rest = rms_left(candidate, bands) ** 2 * candidate.elements
     white = WHITE * error * (1 - error) * rest * candidate.mean_steep
-    expected = candidate.weight * (rest_missed(candidate, mix) * out + error**2 * NOISY * noise + white)
+    expected = candidate.weight * (error**2 * (out + NOISY * noise) + white)
     assert mix_drift(candidate, mix) == pytest.approx(expected, rel=1e-6, abs=1e-7 * candidate.weight)
 
 
@@ -156,7 +155,7 @@ def test_the_curve_between_two_ranks_lies_between_theirs() -> None:
     for rank in (0, 1, 4, 7, 10):
         bands: Bands = (0, 0, rank, 0, 0)
         mix = Mix(bands, rms_left(candidate, bands))
-        found[rank] = (rest_bits(candidate, mix), rest_error(candidate, mix), rest_missed(candidate, mix))
+        found[rank] = (rest_bits(candidate, mix), rest_error(candidate, mix))
     assert [found[rank] for rank in (0, 4, 10)] == [pytest.approx(curve.at(1.0)) for curve in CURVES]
     assert found[7] == pytest.approx([(low + high) / 2 for low, high in zip(found[4], found[10], strict=True)])
     assert found[1] == pytest.approx(found[4])  # a delta without one direction is not like the whole
