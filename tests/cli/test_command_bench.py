@@ -90,7 +90,7 @@ def test_the_table_says_what_was_measured(artifact: Path) -> None:
     said = succeeded("bench", "runtime", artifact, *QUICK, "--no-peers", "--variant", "lora").out
     assert "0 (base rows)" in said and "overhead" in said and "lora" in said and "code" not in said
     assert "recommended: at most 1 distinct variants a step" in said
-    assert "times less than whole models" in said and "PEFT" not in said
+    assert "times less than" in said and "PEFT" not in said
 
 
 def test_one_variant_of_low_rank_is_an_adapter_of_peft_with_the_same_logits(artifact: Path, tmp_path: Path) -> None:
