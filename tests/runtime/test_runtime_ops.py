@@ -19,13 +19,15 @@ SIZES = st.integers(1, 140)
 
 
 def draw_factor(data: st.DataObject, rank: int, length: int, draw: torch.Generator) -> Factor:
-    kind = data.draw(st.sampled_from(["int8", "half", "int16", "float32", "bfloat16", "float16", "direction"]))
+    kind = data.draw(
+        st.sampled_from(["int8", "half", "int16", "float32", "bfloat16", "float16", "direction", "halves"])
+    )
     if kind in ("float32", "bfloat16", "float16"):
         return Factor(torch.randn(rank, length, generator=draw).to(getattr(torch, kind)))
     limit, dtype = (128, torch.int8) if kind != "int16" else (3000, torch.int16)
     codes = torch.randint(-limit, limit, (rank, length), generator=draw, dtype=dtype)
-    groups = 1 if kind == "direction" else -(-length // 64)
-    return Factor(codes, torch.rand(rank, groups, generator=draw) / limit, kind == "half")
+    groups = 1 if kind in ("direction", "halves") else -(-length // 64)
+    return Factor(codes, torch.rand(rank, groups, generator=draw) / limit, kind in ("half", "halves"))
 
 
 def draw_form(data: st.DataObject, rows: int, columns: int, draw: torch.Generator) -> Form:

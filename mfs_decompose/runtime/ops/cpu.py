@@ -85,19 +85,40 @@ class CpuOps:
 
 
 def _add_low_rank(form: LowRank, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
-    """Factors are widened a piece at a time, which stays in the cache; small ones in one."""
+    """Factors are widened a piece at a time, which stays in the cache; small ones in one.
+
+    What scales a whole direction goes to the few numbers between the factors instead of into every code, the halves of
+    such codes beside them: a pass over the codes costs as much as a product.
+    """
     left, right = form.left, form.right
     inner_TR = None
     for start, stop in _pieces(right):
-        whole = stop - start == x_TI.shape[1]
-        x, part = (x_TI, right) if whole else (x_TI[:, start:stop], right.columns(start, stop))
-        product = functional.linear(x, part.values())
+        x = x_TI if stop - start == x_TI.shape[1] else x_TI[:, start:stop]
+        product = functional.linear(x, _unscaled(right, start, stop))
         inner_TR = product if inner_TR is None else inner_TR.add_(product)
     assert inner_TR is not None
+    if right.half and _by_direction(right):
+        inner_TR.add_(x_TI.sum(dim=1, keepdim=True), alpha=0.5)
+    for side in (right, left):
+        if side.scales is not None and _by_direction(side):
+            inner_TR.mul_(side.scales.mT)
     for start, stop in _pieces(left):
-        whole = stop - start == y_TO.shape[1]
-        y, part = (y_TO, left) if whole else (y_TO[:, start:stop], left.columns(start, stop))
-        y.addmm_(inner_TR, part.values())
+        y = y_TO if stop - start == y_TO.shape[1] else y_TO[:, start:stop]
+        y.addmm_(inner_TR, _unscaled(left, start, stop))
+    if left.half and _by_direction(left):
+        y_TO.add_(inner_TR.sum(dim=1, keepdim=True), alpha=0.5)
+
+
+def _by_direction(factor: Factor) -> bool:
+    return factor.scales is None or factor.scales.shape[1] == 1
+
+
+def _unscaled(factor: Factor, start: int, stop: int) -> torch.Tensor:
+    """Values start..stop of every direction, fp32; the codes alone where scales and halves are of whole directions."""
+    if _by_direction(factor):
+        return factor.codes[:, start:stop].to(torch.float32)
+    whole = stop - start == factor.codes.shape[1]
+    return (factor if whole else factor.columns(start, stop)).values()
 
 
 def _pieces(factor: Factor) -> list[tuple[int, int]]:
