@@ -57,6 +57,7 @@ def forward(packed: PackedModel, slot: PlanSlot, kv: KvCache, scheduled: Sequenc
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
-            logits_to_keep=torch.tensor(rows, device=device),
+            # 0 is all rows, as they are: a list of them would be a copy.
+            logits_to_keep=0 if len(rows) == len(ids) else torch.tensor(rows, device=device),
         ).logits
     return logits[0, : len(ends)].float()
