@@ -88,7 +88,7 @@ class Allocator:
         """The drift an item is predicted to make, in units of weighted energy."""
         facts = self.surveyed[item.key]
         weight = self.weights.get(item.variant, DriftWeights()).of(item.name)
-        if item.auto and choice.codec == "banded":
+        if item.auto and choice.codec in ("banded", "lora-exact"):
             return mix_drift(self._candidate(item), _mix_of(choice))
         if choice.codec not in ("banded", "lowrank", "sparse") or not is_float(item.spec.dtype):
             return 0.0
@@ -111,6 +111,8 @@ class Allocator:
             return item.tail_bytes
         if choice.codec in ("raw", "lossless", "lora-exact") or item.direct:
             if item.auto and facts.open is not None:
+                if choice.codec == "lora-exact" and facts.open.peeled is not None:
+                    return facts.open.peeled[0] + item.tail_bytes
                 return math.ceil(facts.open.exact_bytes) + item.tail_bytes
             return facts.exact_bytes if facts.exact_bytes is not None else item.spec.nbytes
         if choice.codec == "banded":
@@ -133,7 +135,7 @@ class Allocator:
 
 
 def _mix_of(choice: Choice) -> Mix:
-    return Mix(choice.bands, choice.rest_step)
+    return Mix(peeled=True) if choice.codec == "lora-exact" else Mix(choice.bands, choice.rest_step)
 
 
 def _banded_left(facts: Surveyed, bands: tuple[int, ...]) -> float:

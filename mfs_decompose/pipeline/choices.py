@@ -120,6 +120,7 @@ def mix_candidate(item: Item, facts: Surveyed, weight: float) -> MixCandidate:
         exact_bytes=None if found is None else found.exact_bytes,
         entry_bytes=0 if item.beside_bytes else ENTRY_BYTES,
         weight=weight,
+        peeled=None if found is None else found.peeled,
     )
 
 

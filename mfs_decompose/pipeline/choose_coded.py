@@ -90,7 +90,7 @@ def _corrected(candidate: MixCandidate, mix: Mix, cost: float) -> MixCandidate:
 
 
 def _all_exact(one: _Round) -> bool:
-    return all(mix.exact for mix in one.picked.values())
+    return all(mix.keeps_bits for mix in one.picked.values())
 
 
 def _mixed(mixes: Mapping[Key, MixCandidate], fits: _Round, over: _Round, budget: int) -> _Round:
@@ -113,4 +113,6 @@ def _mixed(mixes: Mapping[Key, MixCandidate], fits: _Round, over: _Round, budget
 def _choice(mix: Mix) -> Choice:
     if mix.exact:
         return Choice("lossless")
+    if mix.peeled:
+        return Choice("lora-exact")
     return Choice("banded", sum(mix.bands), bands=mix.bands, rest_step=mix.step)

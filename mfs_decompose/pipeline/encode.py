@@ -115,6 +115,8 @@ class Encoder:
 
     def size(self, item: Item, surveyed: Surveyed, choice: Choice, fits: BinaryIO | None) -> int:
         """Bytes that an item would take beside those it has anyway (`Item.beside_bytes`); nothing is written."""
+        if choice.codec == "lora-exact" and surveyed.open is not None and surveyed.open.peeled is not None:
+            return surveyed.open.peeled[0]
         if choice.codec == "lossless":
             counted = CountingSink()
             encode_exact(item, "lossless", self.sources, counted)

@@ -234,7 +234,7 @@ class _Ladder:
 
 
 def _decided(item: Item, choice: Choice) -> bool:
-    return choice.codec in _CUT or (item.auto and choice.codec == "lossless")
+    return choice.codec in _CUT or (item.auto and choice.codec in ("lossless", "lora-exact"))
 
 
 def _empty(item: Item) -> Choice:

@@ -11,7 +11,8 @@ from mfs_decompose.codec.base import Fit
 from mfs_decompose.codec.deadzone import DEAD
 from mfs_decompose.linalg.dead_curve import DeadCurve, measure_dead_curve
 from mfs_decompose.pipeline.direct import delta_matrix
-from mfs_decompose.pipeline.exact import CountingSink, encode_rows
+from mfs_decompose.pipeline.exact import CountingSink, encode_rows, peel
+from mfs_decompose.pipeline.looks_merged import looks_merged
 from mfs_decompose.pipeline.reading import Sources
 from mfs_decompose.pipeline.surveyed import OpenFacts
 from mfs_decompose.plan.mixes import SAMPLED
@@ -25,7 +26,7 @@ _PIECES = 16  # that it is taken in, evenly spaced
 
 
 def survey_open(item: Item, fit: Fit, sources: Sources) -> OpenFacts:
-    """Curves of the delta itself and of what the whole fit leaves, and about how many bytes all bits would take."""
+    """Curves of the delta itself and of what its fit leaves, and about how many bytes all bits would take."""
     shape, delta, _ = delta_matrix(item, sources)
     places = _places(shape)
     rows = torch.cat([delta(start, stop) for start, stop in places])
@@ -35,7 +36,7 @@ def survey_open(item: Item, fit: Fit, sources: Sources) -> OpenFacts:
         curve = measure_dead_curve(rest, DEAD)
         if curve is not None:
             curves.append((rank, curve))
-    return OpenFacts(fit.total, tuple(curves), _exact_bytes(item, sources))
+    return OpenFacts(fit.total, tuple(curves), _exact_bytes(item, sources), _peeled(item, fit, sources, places))
 
 
 def _places(shape: tuple[int, int]) -> list[tuple[int, int]]:
@@ -53,6 +54,19 @@ def _fitted(fit: Fit, rank: int, places: list[tuple[int, int]]) -> torch.Tensor:
     left = fit.arrays["u"][:rank].to(torch.float32) * fit.arrays["us"][:rank]
     right = fit.arrays["v"][:rank].to(torch.float32) * fit.arrays["vs"][:rank]
     return torch.cat([left[:, start:stop] for start, stop in places], dim=1).mT @ right
+
+
+def _peeled(item: Item, fit: Fit, sources: Sources, places: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """Bytes and rank of the merged LoRA that this is, if it is one."""
+    sink = CountingSink()
+    node = peel(item, sources, sink) if looks_merged(item, fit, sources, places) else None
+    if node is None:
+        return None
+    while node.children:  # below new rows and the correction
+        node = node.children[0]
+    rank = node.params["rank"]
+    assert isinstance(rank, int)
+    return sink.tell() - item.tail_bytes, rank
 
 
 def _exact_bytes(item: Item, sources: Sources) -> float:

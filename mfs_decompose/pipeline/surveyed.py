@@ -23,21 +23,23 @@ Slice = Literal["identical", "exact"] | tuple[float, ...]
 @dataclass(frozen=True, slots=True)
 class OpenFacts:
     """Of an item whose codec allocation chooses: `energy` of the delta that was fitted, (rank, curve of the rest beyond
-    that many directions), and about how many bytes all bits would take.
+    that many directions), about how many bytes all bits would take, and of a merged LoRA the bytes of the common rows
+    as `lora-exact` stores them, with its rank.
     """
 
     energy: float
     curves: tuple[tuple[int, DeadCurve], ...]
     exact_bytes: float
+    peeled: tuple[int, int] | None = None
 
     def to_json(self) -> list[Any]:
-        return [self.energy, self.exact_bytes, [[rank, c.bits, c.error] for rank, c in self.curves]]
+        return [self.energy, self.exact_bytes, [[rank, c.bits, c.error] for rank, c in self.curves], self.peeled]
 
     @classmethod
     def from_json(cls, document: Sequence[Any]) -> OpenFacts:
-        energy, exact, curves = document
+        energy, exact, curves, peeled = document
         found = tuple((rank, DeadCurve(*map(tuple, ladders))) for rank, *ladders in curves)
-        return cls(energy, found, exact)
+        return cls(energy, found, exact, None if peeled is None else (peeled[0], peeled[1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,16 +38,24 @@ _NOTHING: Bands = (0,) * len(WIDTHS)
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """How one delta is stored: `exact` with all bits, else as bands and, where `step` is not 0, a coded rest."""
+    """How one delta is stored: `exact` with all bits, else as bands and, where `step` is not 0, a coded rest.
+
+    `peeled` is a merged LoRA stored as its factors: all bits, but what is served lacks the rounding of the merge.
+    """
 
     bands: Bands = _NOTHING
     step: float = 0.0
     exact: bool = False
+    peeled: bool = False
+
+    @property
+    def keeps_bits(self) -> bool:
+        return self.exact or self.peeled
 
     @property
     def sized(self) -> bool:
         """Whether its bytes are known only once it is encoded."""
-        return self.exact or self.step > 0.0
+        return self.keeps_bits or self.step > 0.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,8 @@ class MixCandidate:
     """What allocation knows of a delta [O, I] of squared norm `energy`.
 
     `explained` are its squared singular values as far as they were fitted, `curves` (rank, curve of the rest beyond
-    that many directions) by rising rank, `exact_bytes` about what all bits cost, None where that is not on offer.
+    that many directions) by rising rank, `exact_bytes` about what all bits cost, None where that is not on offer, and
+    `peeled` what they cost as a merged LoRA, with its rank.
     `entry_bytes` are the header that its first byte costs; `weight` is the drift of a unit of missing energy.
     """
 
@@ -66,6 +75,7 @@ class MixCandidate:
     exact_bytes: float | None
     entry_bytes: int
     weight: float = 1.0
+    peeled: tuple[int, int] | None = None
 
     @property
     def elements(self) -> int:
@@ -108,8 +118,10 @@ def mix_drift(candidate: MixCandidate, mix: Mix) -> float:
     """The predicted drift of one way to store a delta, in weighted energy."""
     if mix.exact:
         return 0.0
-    rank = sum(mix.bands)
+    rank = min(candidate.peeled[1], len(candidate.explained)) if mix.peeled and candidate.peeled else sum(mix.bands)
     tail = candidate.heavy[-1] - candidate.heavy[rank] + candidate.beyond
+    if mix.peeled:
+        return candidate.weight * tail
     noise = _noise(candidate.heavy, mix.bands)
     _, error = _at(candidate, mix)
     white = WHITE * error * (1.0 - error) * _rest(candidate, mix.bands) * candidate.mean_steep
@@ -118,6 +130,8 @@ def mix_drift(candidate: MixCandidate, mix: Mix) -> float:
 
 def energy_lost(candidate: MixCandidate, mix: Mix) -> float:
     """What a mix loses of a delta's squared norm."""
+    if mix.peeled and candidate.peeled:
+        return candidate.left(min(candidate.peeled[1], len(candidate.explained)))
     return 0.0 if mix.exact else rest_error(candidate, mix) * _rest(candidate, mix.bands)
 
 
@@ -126,6 +140,9 @@ def mix_bytes(candidate: MixCandidate, mix: Mix) -> float:
     if mix.exact:
         assert candidate.exact_bytes is not None, "all bits are not on offer"
         return candidate.exact_bytes
+    if mix.peeled:
+        assert candidate.peeled is not None, "no LoRA was peeled off"
+        return float(candidate.peeled[0])
     return bands_bytes(candidate.shape, mix.bands) + rest_bits(candidate, mix) * candidate.elements / 8
 
 
@@ -143,6 +160,8 @@ def corrected(candidate: MixCandidate, mix: Mix, nbytes: int) -> MixCandidate:
     """The candidate once it is known what a mix of it really takes: a sample may miss what a tensor is like."""
     if mix.exact:
         return replace(candidate, exact_bytes=float(nbytes))
+    if mix.peeled:
+        return candidate
     foretold = rest_bits(candidate, mix) * candidate.elements / 8
     if foretold <= 0.0:
         return candidate

@@ -18,6 +18,10 @@ from mfs_decompose.plan.mixes import Mix, MixCandidate, mix_bytes, mix_drift, sp
 ROUNDS = 4
 """How often what was chosen is sized, and chosen again for what it really took, at most."""
 
+ALMOST = 1.5
+"""Times the drift of bands and coded rests that all bits of a merged LoRA may have as they are served, if they are no
+dearer: predicted drift is right within a factor of 1.25, and `restore` gives the bits."""
+
 _TURNS = 60
 
 PARTS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02, 0.0)
@@ -54,20 +58,32 @@ def choose_mixes(mixes: Mapping[Key, MixCandidate], budget: float) -> dict[Key, 
     Bytes are split between bands and coded rests where the predicted drift is least; a tensor of which all bits cost no
     more keeps them, and so do all where the budget holds that. Bytes of what is coded are as foretold.
     """
-    exact = {key: one.exact_bytes + one.entry_bytes for key, one in mixes.items() if one.exact_bytes is not None}
-    if len(exact) == len(mixes) and math.fsum(exact.values()) <= budget:
-        return dict.fromkeys(mixes, Mix(exact=True))
-    best, kept = _best_split(mixes, budget), set[Key]()
-    while cheaper := {key for key in exact.keys() - kept if exact[key] <= mix_taken(mixes[key], best[key])}:
+    if all(one.exact_bytes is not None for one in mixes.values()):
+        everything = dict.fromkeys(mixes, Mix(exact=True))
+        if math.fsum(mix_taken(mixes[key], mix) for key, mix in everything.items()) <= budget:
+            return everything
+    best, kept = _best_split(mixes, budget), dict[Key, Mix]()
+    while cheaper := {
+        key: found for key, mix in best.items() if key not in kept and (found := _all_bits(mixes[key], mix)) is not None
+    }:
         kept |= cheaper  # and the bytes that they leave go to the others
         free = {key: one for key, one in mixes.items() if key not in kept}
-        best = _best_split(free, budget - math.fsum(exact[key] for key in kept))
-    return {key: best.get(key, Mix(exact=True)) for key in mixes}
+        best = _best_split(free, budget - math.fsum(mix_taken(mixes[key], mix) for key, mix in kept.items()))
+    return {key: kept.get(key) or best[key] for key in mixes}
+
+
+def _all_bits(candidate: MixCandidate, mix: Mix) -> Mix | None:
+    """The cheapest way to keep all bits for no more bytes than a mix takes, and for hardly more drift."""
+    ways = [Mix(exact=True)] if candidate.exact_bytes is not None else []
+    ways += [Mix(peeled=True)] if candidate.peeled is not None else []
+    most, worst = mix_taken(candidate, mix), ALMOST * mix_drift(candidate, mix)
+    fair = [way for way in ways if mix_taken(candidate, way) <= most and mix_drift(candidate, way) <= worst]
+    return min(fair, key=lambda way: mix_taken(candidate, way), default=None)
 
 
 def choose_again(mixes: Mapping[Key, MixCandidate], picked: Mapping[Key, Mix], budget: float) -> dict[Key, Mix]:
     """The same bands and exact tensors once more is known of bytes: only the step of the rests is found anew."""
-    exact = {key: mix for key, mix in picked.items() if mix.exact}
+    exact = {key: mix for key, mix in picked.items() if mix.keeps_bits}
     left = budget - math.fsum(mix_taken(mixes[key], mix) for key, mix in exact.items())
     others = {key: one for key, one in mixes.items() if key not in exact}
     return {**exact, **split(others, {key: picked[key].bands for key in others}, left)}

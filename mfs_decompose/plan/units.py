@@ -131,7 +131,9 @@ def peak_bytes(kind: UnitKind, items: Sequence[Item]) -> int:
     if any(item.auto for item in items):  # and its rest, or all its bits, coded
         decode += 8 * 4 * DECODE_ELEMENTS + max(item.spec.nbytes for item in items)
     loading = 4 * 3 * (BLOCK_ELEMENTS if kind == "blocks" else max(item.spec.numel for item in items))
-    return max(work + loading, decode + 16 * sum(matrix) * max(steps, 1))
+    mergeable = [item.spec.numel for item in items if item.auto and item.comparable_bits]
+    peeling = _PEELED_BYTES * max((numel for numel in mergeable if numel <= MAX_PEELED), default=0)
+    return max(work + max(loading, peeling), decode + peeling + 16 * sum(matrix) * max(steps, 1))
 
 
 def _stack_peak(item: Item, decode: int) -> int:

@@ -177,7 +177,8 @@ def test_inspect_shows_what_is_there(made: Made) -> None:
     for inspected, reported in zip(document["variants"], made.document["variants"], strict=True):  # type: ignore[call-overload]
         assert {key: inspected[key] for key in reported} == reported
         assert (inspected["shared_bytes"], inspected["missing"], inspected["left_out"]) == (0, 0, [])
-        assert (inspected["tensors"], inspected["exact_tensors"]) == (20, 5)
+        # Norms, and matrices whose merged LoRA is cheapest stored as such.
+        assert inspected["tensors"] == 20 and inspected["exact_tensors"] >= 5
     others = [path for path in made.art.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
     assert document["files_bytes"] == sum(path.stat().st_size for path in others if path.name != "run.json")
     plain = succeeded("inspect", made.art)
@@ -253,7 +254,10 @@ def test_restore_rounds_to_nearest_when_told_and_into_one_file(made: Made, tmp_p
     near = succeeded(*words, tmp_path / "near", "--rounding", "nearest", "--json").document["restored"][0]
     assert near["checked"] is False  # what is recorded is the digest of the default
     wide, nearest = read_weights(tmp_path / "wide"), read_weights(tmp_path / "near")
-    assert bits(nearest) == bits({name: weight.to(torch.bfloat16) for name, weight in wide.items()})
+    own = read_weights(made.variants["math"])
+    inexact = {n for n in own if not torch.equal(nearest[n].view(torch.int16), own[n].view(torch.int16))}
+    assert bits({n: nearest[n] for n in inexact}) == bits({n: wide[n].to(torch.bfloat16) for n in inexact})
+    assert len(inexact) == 11  # the others have all their bits, however they are served
     single = succeeded(*words, tmp_path / "single", "--layout", "single", "--json").document["restored"][0]
     assert single["checked"] is True
     assert [file.name for file in (tmp_path / "single").glob("*.safetensors*")] == ["model.safetensors"]

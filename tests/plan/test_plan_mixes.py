@@ -21,6 +21,7 @@ from mfs_decompose.plan.mixes import (
     Mix,
     MixCandidate,
     corrected,
+    energy_lost,
     mix_bytes,
     mix_drift,
     rest_bits,
@@ -125,6 +126,21 @@ def test_the_drift_of_the_formula_that_the_module_states(data: st.DataObject, ca
     white = WHITE * error * (1 - error) * rest * candidate.mean_steep
     expected = candidate.weight * (error**2 * (out + NOISY * noise) + white)
     assert mix_drift(candidate, mix) == pytest.approx(expected, rel=1e-6, abs=1e-7 * candidate.weight)
+
+
+@given(candidates(), st.integers(1, 40), st.integers(1, 5_000))
+def test_a_peeled_lora_is_served_as_its_directions(candidate: MixCandidate, rank: int, nbytes: int) -> None:
+    """What it lacks there, the rounding of the merge, counts like directions that bands leave out."""
+    one, mix = replace(candidate, peeled=(nbytes, rank)), Mix(peeled=True)
+    beyond = candidate.explained[rank:]
+    strongest = max(candidate.explained, default=0.0) or 1.0
+    out = math.fsum(energy * (energy / strongest) ** STEEP for energy in beyond) + candidate.beyond
+    assert mix_drift(one, mix) == pytest.approx(candidate.weight * out, rel=1e-6, abs=1e-7 * candidate.weight)
+    left = math.fsum(beyond) + max(candidate.energy - math.fsum(candidate.explained), 0.0)
+    assert energy_lost(one, mix) == pytest.approx(left, rel=1e-6, abs=1e-7)
+    assert mix_bytes(one, mix) == nbytes
+    assert mix.sized and mix.keeps_bits
+    assert corrected(one, mix, nbytes + 5) == one  # its bytes were counted, not foretold
 
 
 @pytest.mark.parametrize("bands", [NOTHING, (0, 1, 2, 0, 0), (3, 2, 4, 5, 6)])

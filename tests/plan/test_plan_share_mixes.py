@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -109,6 +110,42 @@ def test_a_tensor_of_which_all_bits_cost_no_more_leaves_its_bytes_to_the_others(
     assert 0.97 * 4_000 < nbytes_of(ones, picked) <= 4_000
     apart = choose_mixes({("v", "dear"): dear}, 4_000 - 136)
     assert drift_of(ones, picked) <= 1.1 * mix_drift(dear, apart["v", "dear"])
+
+
+class TestMergedLoras:
+    """Their factors keep all bits, and what is served of them lacks the rounding of the merge alone."""
+
+    def family(self, nbytes: int, beyond: float = 0.01, exact: float | None = 9_000.0) -> dict[Key, MixCandidate]:
+        merged = replace(open_tensor(falling(9.0, 0.7, 8), beyond, exact=exact), peeled=(nbytes, 8))
+        return {("v", "merged"): merged, ("v", "other"): open_tensor(falling(40.0, 0.6), 0.5, exact=None)}
+
+    def test_factors_that_are_no_dearer_are_kept_and_leave_their_bytes_to_the_others(self) -> None:
+        ones = self.family(400)
+        picked = choose_mixes(ones, 4_000)
+        assert picked["v", "merged"] == Mix(peeled=True)
+        assert 0.97 * 4_000 < nbytes_of(ones, picked) <= 4_000
+
+    def test_dearer_ones_are_not(self) -> None:
+        ones = self.family(3_900)
+        picked = choose_mixes(ones, 4_000)
+        assert not picked["v", "merged"].keeps_bits
+        assert nbytes_of(ones, picked) <= 4_000
+
+    def test_nor_are_those_that_a_coded_rest_serves_much_better(self) -> None:
+        ones = self.family(400, beyond=30.0)
+        assert mix_drift(ones["v", "merged"], Mix(peeled=True)) > 0.1
+        picked = choose_mixes(ones, 8_000)
+        assert not picked["v", "merged"].keeps_bits
+        assert drift_of(ones, picked) < 0.1
+
+    @pytest.mark.parametrize(("nbytes", "exact", "way"), [(400, 500.0, "peeled"), (500, 400.0, "exact")])
+    def test_of_two_ways_the_cheaper_one_keeps_the_bits(self, nbytes: int, exact: float, way: str) -> None:
+        picked = choose_mixes(self.family(nbytes, exact=exact), 4_000)
+        assert picked["v", "merged"] == (Mix(peeled=True) if way == "peeled" else Mix(exact=True))
+
+    def test_where_the_budget_holds_all_bits_as_they_are_served_too_it_gets_them(self) -> None:
+        ones = {key: replace(one, exact_bytes=900.0) for key, one in self.family(400).items()}
+        assert choose_mixes(ones, 2 * 996) == dict.fromkeys(ones, Mix(exact=True))
 
 
 def test_more_budget_leaves_less_drift() -> None:
