@@ -1,7 +1,7 @@
 """Banded: a delta as a sum of outer products, strong directions with many bits and weak ones with few.
 
-Directions lie in five bands (linalg/bands.py), strongest first; factors are odd integers times a byte a group
-(linalg/midrise.py), directions carry one bf16 gain. The error of the first factor is fed into the second: with v^ for
+Directions lie in five bands (linalg/bands.py), strongest first; factors are odd integers (linalg/midrise.py), and each
+direction carries one bf16 gain. The error of the first factor is fed into the second: with v^ for
 v, the left factor is solved for so that the stored delta agrees with the fitted one on all of its input directions.
 Agreeing there, and not having the least error, is what keeps drift low: least squares would shrink the delta.
 """
@@ -21,7 +21,6 @@ from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.linalg.bands import WIDTHS, Bands
 from mfs_decompose.linalg.midrise import Levels, dequantise_levels, integers, quantise_levels
 from mfs_decompose.linalg.packing import pack_bits, packed_bytes, unpack_bits
-from mfs_decompose.linalg.shapes import GROUP
 
 _EXACT = 1 << 53
 _EXPONENTS = range(-500, 501)
@@ -30,7 +29,7 @@ _MAX_GROWTH = 2.0  # of a left direction by the feedback; more means that the qu
 
 
 class Banded:
-    """The codec `banded`; parameters are the bands, the group and a power of two for the whole tensor."""
+    """The codec `banded`; parameters are the bands and a power of two for the whole tensor."""
 
     name = "banded"
 
@@ -50,9 +49,7 @@ class Banded:
         gains = torch.cat([none, *(u.gains * v.gains for u, v in zip(us, vs, strict=True))])
         gains = _least_where_loud(gains, _growth(fed, us) * _growth(right, vs))
         arrays = {"gain": _round_gains(gains, _peaks(us, vs))}
-        for side, levels, length in (("u", us, left.shape[1]), ("v", vs, right.shape[1])):
-            empty = torch.zeros(0, -(-length // GROUP), dtype=torch.uint8)
-            arrays[side + "s"] = torch.cat([empty, *(level.scales for level in levels)])
+        for side, levels in (("u", us), ("v", vs)):
             arrays[side] = torch.cat(
                 [torch.zeros(0, dtype=torch.uint8), *(pack_bits(x.codes, x.bits).reshape(-1) for x in levels)]
             )
@@ -63,9 +60,7 @@ class Banded:
             dtype = "BF16" if name == "gain" else "U8"
             parts.append(Part(name, dtype, tuple(values.shape), offset, len(data)))
             offset += len(data)
-        return CodecNode(
-            "banded", params={"bands": list(bands), "group": GROUP, "exponent": exponent}, parts=tuple(parts)
-        )
+        return CodecNode("banded", params={"bands": list(bands), "exponent": exponent}, parts=tuple(parts))
 
     def open(self, node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Delta:
         """Open a stored delta.
@@ -89,13 +84,13 @@ class _Product:
 
     def __init__(self, us: list[Levels], vs: list[Levels], gains: torch.Tensor, shape: tuple[int, int]) -> None:
         self._us, self._gains, self._columns = us, gains, shape[1]
-        whole = [integers(v.codes, v.scales, v.bits) for v in vs]
+        whole = [integers(v.codes, v.bits) for v in vs]
         self._v_RI = torch.cat(whole) if whole else torch.zeros(0, shape[1], dtype=torch.float64)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         if not self._us:
             return torch.zeros(stop - start, self._columns, dtype=torch.float64)
-        u_RO = torch.cat([integers(u.codes[:, start:stop], u.scales, u.bits, start) for u in self._us])
+        u_RO = torch.cat([integers(u.codes[:, start:stop], u.bits) for u in self._us])
         return (u_RO * self._gains.unsqueeze(1)).mT @ self._v_RI
 
 
@@ -155,13 +150,9 @@ def _peaks(us: Sequence[Levels], vs: Sequence[Levels]) -> list[int]:
     """For each direction the largest magnitude that a product of its integers can have."""
     found: list[int] = []
     for u, v in zip(us, vs, strict=True):
-        sides = [_largest(side) for side in (u, v)]
-        found += [a * b * ((1 << u.bits) - 1) ** 2 for a, b in zip(*sides, strict=True)]
+        whole = u.codes.shape[1] > 0 and v.codes.shape[1] > 0
+        found += [((1 << u.bits) - 1) ** 2 if whole else 0] * len(u.codes)
     return found
-
-
-def _largest(side: Levels) -> list[int]:
-    return [int(scale) for scale in side.scales.amax(dim=1).tolist()] if side.scales.shape[1] else [0] * len(side.codes)
 
 
 def _round_gains(gains: torch.Tensor, peaks: list[int]) -> torch.Tensor:
@@ -189,13 +180,14 @@ def _zeros(number: int) -> int:
 
 
 def _read_bands(node: CodecNode, shape: tuple[int, int]) -> tuple[Bands, int]:
-    bands, exponent = node.params.get("bands"), node.params.get("exponent")
+    if node.params.keys() != {"bands", "exponent"}:  # with scales beside, codes would mean something else
+        raise ArtifactInvalid(f"codec 'banded': expected bands and an exponent, found {sorted(node.params)}"[:200])
+    bands, exponent = node.params["bands"], node.params["exponent"]
     counts = [n for n in bands if type(n) is int and 0 <= n <= min(shape)] if isinstance(bands, list) else []
     if not isinstance(bands, list) or len(counts) != len(bands) or len(bands) != len(WIDTHS):
         raise ArtifactInvalid(f"codec 'banded': expected {len(WIDTHS)} counts of directions, found {bands!r}"[:200])
-    if sum(counts) > min(shape) or node.params.get("group") != GROUP:
-        found = f"{sum(counts)} directions in groups of {node.params.get('group')!r}"
-        raise ArtifactInvalid(f"codec 'banded' of a delta {list(shape)}: found {found}"[:200])
+    if sum(counts) > min(shape):
+        raise ArtifactInvalid(f"codec 'banded' of a delta {list(shape)}: found {sum(counts)} directions")
     if type(exponent) is not int or exponent not in _EXPONENTS:
         raise ArtifactInvalid(f"codec 'banded': expected an exponent within +-500, found {exponent!r}"[:200])
     return tuple(counts), exponent
@@ -203,11 +195,10 @@ def _read_bands(node: CodecNode, shape: tuple[int, int]) -> tuple[Bands, int]:
 
 def _read_side(node: CodecNode, side: str, fetch: Fetch, bands: Bands, length: int) -> list[Levels]:
     sizes = [(end - first) * packed_bytes(length, bits) for bits, first, end in _edges(bands)]
-    scales = read_array(node, side + "s", fetch, "U8", (sum(bands), -(-length // GROUP)))
     packed = read_array(node, side, fetch, "U8", (sum(sizes),))
     pieces = torch.split(packed, sizes)
     gains = torch.ones(0, dtype=torch.float64)
     return [
-        Levels(unpack_bits(data.view(end - first, -1), bits, length), scales[first:end], gains, bits)
+        Levels(unpack_bits(data.view(end - first, -1), bits, length), gains, bits)
         for data, (bits, first, end) in zip(pieces, _edges(bands), strict=True)
     ]

@@ -127,7 +127,6 @@ def _banded(node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Form | Non
         return None
     sides = []
     for side, length in zip("uv", shape, strict=True):
-        scales = read_array(node, side + "s", fetch, "U8", (rank, -(-length // GROUP))).to(torch.float32)
         sizes = [count * packed_bytes(length, bits) for count, bits in zip(counts, WIDTHS, strict=True)]
         pieces = torch.split(read_array(node, side, fetch, "U8", (sum(sizes),)), sizes)
         codes = [
@@ -136,13 +135,13 @@ def _banded(node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Form | Non
             for piece, count, bits in zip(pieces, counts, WIDTHS, strict=True)
             if count
         ]
-        sides.append((torch.cat(codes), 2.0 * scales))
+        sides.append(torch.cat(codes))
     gains = torch.ldexp(read_array(node, "gain", fetch, "BF16", (rank,)).to(torch.float64), torch.tensor(exponent))
-    (left, left_scales), (right, right_scales) = sides
-    scaled = right_scales.to(torch.float64) * gains.unsqueeze(1)
-    if not _fits(scaled):
+    scales = 2.0 * gains.unsqueeze(1)
+    if not _fits(scales):
         return dense_form(open_delta(node, fetch, shape).rows, shape)
-    return LowRank(Factor(left, left_scales, True), Factor(right, scaled.to(torch.float32), True))
+    twice = torch.full_like(scales, 2.0, dtype=torch.float32)
+    return LowRank(Factor(sides[0], twice, True), Factor(sides[1], scales.to(torch.float32), True))
 
 
 def _fits(scales: torch.Tensor) -> bool:

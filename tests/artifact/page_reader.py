@@ -229,14 +229,14 @@ class Tensor:
     def _banded(self, node: Any, shape: tuple[int, ...]) -> Doubles:
         sides = []
         for side, length in zip("uv", shape, strict=True):
-            packed, scales, at, rows = self._part(node, side), self._part(node, side + "s"), 0, []
+            packed, at, rows = self._part(node, side), 0, []
             for bits, count in zip((8, 6, 4, 3, 2), node["params"]["bands"], strict=True):
                 for _ in range(count):
                     width = -(-length * bits // 8)
                     codes = unpack(packed[None, at : at + width], bits, length)[0]
                     rows.append(2 * codes + 1 - (1 << bits))
                     at += width
-            sides.append(np.array(rows).reshape(len(scales), length) * wide(scales.astype(np.float64), length))
+            sides.append(np.array(rows, np.float64).reshape(-1, length))
         gain = self._floats(node, "gain") * 2.0 ** node["params"]["exponent"]
         return (sides[0] * gain[:, None]).T @ sides[1]
 

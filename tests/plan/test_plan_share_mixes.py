@@ -92,7 +92,7 @@ def test_bands_and_rests_get_the_parts_of_least_drift(budget: int) -> None:
         for pair in product(ladder, repeat=2)
         if sum(bands_bytes(SHAPE, one) + 96 for one in pair if sum(one)) <= budget
     ]
-    assert drift_of(ones, picked) <= 1.25 * min(drift_of(ones, found) for found in everything)
+    assert drift_of(ones, picked) <= 1.4 * min(drift_of(ones, found) for found in everything)
 
 
 @pytest.mark.parametrize("spare", [0, 1, 5_000])
