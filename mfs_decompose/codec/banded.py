@@ -1,8 +1,9 @@
 """Banded: a delta as a sum of outer products, strong directions with many bits and weak ones with few.
 
-Directions lie in five bands (linalg/bands.py), strongest first; factors are odd integers (linalg/midrise.py), and each
-direction carries one bf16 gain. The error of the first factor is fed into the second: with v^ for
-v, the left factor is solved for so that the stored delta agrees with the fitted one on all of its input directions.
+Directions lie in five bands (linalg/bands.py), strongest first; factors are odd integers, along a vocabulary times a
+byte for 64 of them (linalg/midrise.py), and each direction carries one bf16 gain. The error of the first factor is fed
+into the second: with v^ for v, the left factor is solved for so that the stored delta agrees with the fitted one on all
+of its input directions.
 Agreeing there, and not having the least error, is what keeps drift low: least squares would shrink the delta.
 """
 
@@ -21,6 +22,7 @@ from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.linalg.bands import WIDTHS, Bands
 from mfs_decompose.linalg.midrise import Levels, dequantise_levels, integers, quantise_levels
 from mfs_decompose.linalg.packing import pack_bits, packed_bytes, unpack_bits
+from mfs_decompose.linalg.shapes import scales_of
 
 _EXACT = 1 << 53
 _EXPONENTS = range(-500, 501)
@@ -49,7 +51,10 @@ class Banded:
         gains = torch.cat([none, *(u.gains * v.gains for u, v in zip(us, vs, strict=True))])
         gains = _least_where_loud(gains, _growth(fed, us) * _growth(right, vs))
         arrays = {"gain": _round_gains(gains, _peaks(us, vs))}
-        for side, levels in (("u", us), ("v", vs)):
+        for side, levels, length in (("u", us, left.shape[1]), ("v", vs, right.shape[1])):
+            if scales_of(length):
+                empty = torch.zeros(0, scales_of(length), dtype=torch.uint8)
+                arrays[side + "s"] = torch.cat([empty, *(x.scales for x in levels if x.scales is not None)])
             arrays[side] = torch.cat(
                 [torch.zeros(0, dtype=torch.uint8), *(pack_bits(x.codes, x.bits).reshape(-1) for x in levels)]
             )
@@ -84,13 +89,13 @@ class _Product:
 
     def __init__(self, us: list[Levels], vs: list[Levels], gains: torch.Tensor, shape: tuple[int, int]) -> None:
         self._us, self._gains, self._columns = us, gains, shape[1]
-        whole = [integers(v.codes, v.bits) for v in vs]
+        whole = [integers(v.codes, v.bits, v.scales) for v in vs]
         self._v_RI = torch.cat(whole) if whole else torch.zeros(0, shape[1], dtype=torch.float64)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         if not self._us:
             return torch.zeros(stop - start, self._columns, dtype=torch.float64)
-        u_RO = torch.cat([integers(u.codes[:, start:stop], u.bits) for u in self._us])
+        u_RO = torch.cat([integers(u.codes[:, start:stop], u.bits, u.scales, start) for u in self._us])
         return (u_RO * self._gains.unsqueeze(1)).mT @ self._v_RI
 
 
@@ -150,9 +155,15 @@ def _peaks(us: Sequence[Levels], vs: Sequence[Levels]) -> list[int]:
     """For each direction the largest magnitude that a product of its integers can have."""
     found: list[int] = []
     for u, v in zip(us, vs, strict=True):
-        whole = u.codes.shape[1] > 0 and v.codes.shape[1] > 0
-        found += [((1 << u.bits) - 1) ** 2 if whole else 0] * len(u.codes)
+        sides = [_largest(side) for side in (u, v)]
+        found += [a * b * ((1 << u.bits) - 1) ** 2 for a, b in zip(*sides, strict=True)]
     return found
+
+
+def _largest(side: Levels) -> list[int]:
+    if side.scales is None:
+        return [int(side.codes.shape[1] > 0)] * len(side.codes)
+    return [int(scale) for scale in side.scales.amax(dim=1).tolist()]
 
 
 def _round_gains(gains: torch.Tensor, peaks: list[int]) -> torch.Tensor:
@@ -195,10 +206,18 @@ def _read_bands(node: CodecNode, shape: tuple[int, int]) -> tuple[Bands, int]:
 
 def _read_side(node: CodecNode, side: str, fetch: Fetch, bands: Bands, length: int) -> list[Levels]:
     sizes = [(end - first) * packed_bytes(length, bits) for bits, first, end in _edges(bands)]
+    scales = None
+    if scales_of(length):
+        scales = read_array(node, side + "s", fetch, "U8", (sum(bands), scales_of(length)))
     packed = read_array(node, side, fetch, "U8", (sum(sizes),))
     pieces = torch.split(packed, sizes)
     gains = torch.ones(0, dtype=torch.float64)
     return [
-        Levels(unpack_bits(data.view(end - first, -1), bits, length), gains, bits)
+        Levels(
+            unpack_bits(data.view(end - first, -1), bits, length),
+            gains,
+            bits,
+            None if scales is None else scales[first:end],
+        )
         for data, (bits, first, end) in zip(pieces, _edges(bands), strict=True)
     ]

@@ -14,6 +14,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from mfs_decompose.linalg.shapes import LONG_SIDE, scales_of
+
 WIDTHS = (8, 6, 4, 3, 2)
 """Bits of a factor value, widest first."""
 
@@ -25,6 +27,9 @@ NOISE = 0.3
 of the checkpoint for their linears, at .7 / .5 / .4 / .3 / .2: 9.5 / 8.5 / 8.4 / 8.3 / 10.0e-5 (light, code) and
 7.2 / 5.8 / 5.3 / 5.0 / 5.3e-3 (heavy, prose)."""
 
+NOISE_LONG = 0.5
+"""The same for the matrix of a vocabulary: KL of its 3 MB at .5 / .3: 3.3 / 4.1e-5 (light), 1.28 / 1.33e-3 (heavy)."""
+
 Bands = tuple[int, ...]
 """Directions at each of WIDTHS, strongest first."""
 
@@ -32,15 +37,15 @@ Spectrum = tuple[Sequence[float], tuple[int, int]]
 """Falling energies of a tensor, and its shape [O, I]."""
 
 
-def loss(bits: int) -> float:
+def loss(shape: tuple[int, int], bits: int) -> float:
     """What a direction of that width loses for each unit of its energy, in units of a direction left out."""
-    return NOISE * ERROR[bits]
+    return (NOISE_LONG if max(shape) > LONG_SIDE else NOISE) * ERROR[bits]
 
 
 @lru_cache(maxsize=4096)
 def direction_bytes(shape: tuple[int, int], bits: int) -> int:
-    """Bytes of one direction of an [O, I] delta: codes, and a gain."""
-    return 2 + sum(-(-length * bits // 8) for length in shape)
+    """Bytes of one direction of an [O, I] delta: codes, scales along a vocabulary, and a gain."""
+    return 2 + sum(-(-length * bits // 8) + scales_of(length) for length in shape)
 
 
 def bands_bytes(shape: tuple[int, int], bands: Bands) -> int:
@@ -121,7 +126,7 @@ class BandLadder:
 @lru_cache(maxsize=1024)
 def _thresholds(shape: tuple[int, int]) -> list[float]:
     """For each width the least `energy / lam` at which it, or a wider one, is the best choice."""
-    choices = {0: (0, 1.0), **{bits: (direction_bytes(shape, bits), loss(bits)) for bits in WIDTHS}}
+    choices = {0: (0, 1.0), **{bits: (direction_bytes(shape, bits), loss(shape, bits)) for bits in WIDTHS}}
     return [
         max(
             (choices[bits][0] - cost) / (worse - choices[bits][1])
@@ -141,9 +146,9 @@ def _fill(tensors: Sequence[Spectrum], bands: list[list[int]], left: int) -> lis
         narrow = next((n for n in range(index + 1, len(WIDTHS)) if bands[at][n]), None)
         if taken >= len(energies) or energies[taken] <= 0:
             return
-        before = (0, 1.0) if narrow is None else (direction_bytes(shape, WIDTHS[narrow]), loss(WIDTHS[narrow]))
+        before = (0, 1.0) if narrow is None else (direction_bytes(shape, WIDTHS[narrow]), loss(shape, WIDTHS[narrow]))
         cost = direction_bytes(shape, WIDTHS[index]) - before[0]
-        heapq.heappush(queue, (-energies[taken] * (before[1] - loss(WIDTHS[index])) / cost, at, index, cost))
+        heapq.heappush(queue, (-energies[taken] * (before[1] - loss(shape, WIDTHS[index])) / cost, at, index, cost))
 
     for at in range(len(tensors)):
         for index in range(len(WIDTHS)):

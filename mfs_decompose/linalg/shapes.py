@@ -7,7 +7,10 @@ from __future__ import annotations
 
 POWER_ITERATIONS = 2
 GROUP = 64
-"""Values of a direction that share one scale."""
+"""Values of a direction that share one scale, where it has scales."""
+
+LONG_SIDE = 30_000
+"""Longer sides of a matrix are vocabularies: the widest layers have 28,672 inputs, small vocabularies 32,000."""
 
 _GRAM_SHARE = 0.4  # of the short side: from here on the sketch costs more than the Gram matrix
 
@@ -19,6 +22,11 @@ def sketch_width(rank: int, short: int) -> int:
     1.7 % in a layer) with 32 columns, and by 0.4 % (0.7 %) with 48.
     """
     return min(2 * rank + 16, short)
+
+
+def scales_of(length: int) -> int:
+    """Scales that a banded direction has along a side: one for 64 values of a vocabulary, none for other sides."""
+    return -(-length // GROUP) if length > LONG_SIDE else 0
 
 
 def covered_rank(width: int) -> int:

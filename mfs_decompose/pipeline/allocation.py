@@ -93,7 +93,8 @@ class Allocator:
         if choice.codec not in ("banded", "lowrank", "sparse") or not is_float(item.spec.dtype):
             return 0.0
         if choice.codec == "banded":
-            return weight * _banded_left(facts, choice.bands)
+            assert item.matrix is not None
+            return weight * _banded_left(facts, item.matrix, choice.bands)
         kept = math.fsum(math.fsum(curve[:taken]) for curve, taken in _cut(facts, choice))
         return weight * max(facts.energy - kept, 0.0)
 
@@ -138,10 +139,10 @@ def _mix_of(choice: Choice) -> Mix:
     return Mix(peeled=True) if choice.codec == "lora-exact" else Mix(choice.bands, choice.rest_step)
 
 
-def _banded_left(facts: Surveyed, bands: tuple[int, ...]) -> float:
+def _banded_left(facts: Surveyed, shape: tuple[int, int], bands: tuple[int, ...]) -> float:
     taken, left = 0, facts.energy
     for count, bits in zip(bands, WIDTHS, strict=True):
-        left -= (1.0 - loss(bits)) * math.fsum(facts.explained[taken : taken + count])
+        left -= (1.0 - loss(shape, bits)) * math.fsum(facts.explained[taken : taken + count])
         taken += count
     return max(left, 0.0)
 

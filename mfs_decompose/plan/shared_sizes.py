@@ -85,7 +85,7 @@ def bytes_at_drift(curves: Sequence[Curve], shape: tuple[int, int], lam: float) 
     for curve in curves:
         taken = choose_bands(curve.energy, shape, lam)
         nbytes += bands_bytes(shape, taken)
-        left += predicted_drift(_left(curve, taken))
+        left += predicted_drift(_left(curve, shape, taken))
     return nbytes, left
 
 
@@ -112,7 +112,7 @@ def best_offer(one: SharedCurves, lam: float) -> Offer:
 
 def _with_tail(one: SharedCurves, bands: Bands) -> list[Curve]:
     """The rests with what the shared delta leaves of the mean: too weak for directions of its own."""
-    tail = _left(one.mean, bands)
+    tail = _left(one.mean, one.shape, bands)
     return [Curve(curve.energy, curve.total + tail) for curve in one.rests.values()]
 
 
@@ -137,10 +137,12 @@ def tail(curve: Curve, rank: int) -> float:
     return max(0.0, curve.total - math.fsum(curve.energy[:rank]))
 
 
-def _left(curve: Curve, bands: Bands) -> float:
+def _left(curve: Curve, shape: tuple[int, int], bands: Bands) -> float:
     """Energy of directions left out, and the noise of those that are stored."""
     edges = list(accumulate(bands, initial=0))
-    noise = sum(loss(bits) * math.fsum(curve.energy[a:b]) for bits, a, b in zip(WIDTHS, edges, edges[1:], strict=False))
+    noise = sum(
+        loss(shape, bits) * math.fsum(curve.energy[a:b]) for bits, a, b in zip(WIDTHS, edges, edges[1:], strict=False)
+    )
     return tail(curve, edges[-1]) + noise
 
 

@@ -20,7 +20,7 @@ from mfs_decompose.codec.sizes import SHORT_INDEX
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.linalg.bands import WIDTHS
 from mfs_decompose.linalg.packing import pack_bits, packed_bytes, unpack_bits, unpack_int4
-from mfs_decompose.linalg.shapes import GROUP
+from mfs_decompose.linalg.shapes import GROUP, scales_of
 from mfs_decompose.runtime.resident_forms import TRITS, Csr, Ell, Factor, Form, LowRank, Packed, Rows
 
 _CODES = {"int4": "U8", "int8": "I8", "bf16": "BF16"}
@@ -135,13 +135,16 @@ def _banded(node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Form | Non
             for piece, count, bits in zip(pieces, counts, WIDTHS, strict=True)
             if count
         ]
-        sides.append(torch.cat(codes))
+        scales = torch.ones(rank, 1)
+        if scales_of(length):
+            scales = read_array(node, side + "s", fetch, "U8", (rank, scales_of(length))).to(torch.float32)
+        sides.append((torch.cat(codes), 2.0 * scales))
     gains = torch.ldexp(read_array(node, "gain", fetch, "BF16", (rank,)).to(torch.float64), torch.tensor(exponent))
-    scales = 2.0 * gains.unsqueeze(1)
-    if not _fits(scales):
+    (left, left_scales), (right, right_scales) = sides
+    scaled = right_scales.to(torch.float64) * gains.unsqueeze(1)
+    if not _fits(scaled):
         return dense_form(open_delta(node, fetch, shape).rows, shape)
-    twice = torch.full_like(scales, 2.0, dtype=torch.float32)
-    return LowRank(Factor(sides[0], twice, True), Factor(sides[1], scales.to(torch.float32), True))
+    return LowRank(Factor(left, left_scales, True), Factor(right, scaled.to(torch.float32), True))
 
 
 def _fits(scales: torch.Tensor) -> bool:

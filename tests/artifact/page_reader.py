@@ -236,7 +236,10 @@ class Tensor:
                     codes = unpack(packed[None, at : at + width], bits, length)[0]
                     rows.append(2 * codes + 1 - (1 << bits))
                     at += width
-            sides.append(np.array(rows, np.float64).reshape(-1, length))
+            side_rows = np.array(rows, np.float64).reshape(-1, length)
+            if length > 30_000:
+                side_rows *= wide(self._part(node, side + "s").astype(np.float64), length)
+            sides.append(side_rows)
         gain = self._floats(node, "gain") * 2.0 ** node["params"]["exponent"]
         return (sides[0] * gain[:, None]).T @ sides[1]
 

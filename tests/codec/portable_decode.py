@@ -117,7 +117,7 @@ def planted_fp32_decode() -> Iterator[None]:
         return (left.mT @ self._v_RI.to(torch.float32)).to(torch.float64)
 
     def banded_rows(self: banded._Product, start: int, stop: int) -> torch.Tensor:
-        u_RO = torch.cat([integers(u.codes[:, start:stop], u.bits) for u in self._us])
+        u_RO = torch.cat([integers(u.codes[:, start:stop], u.bits, u.scales, start) for u in self._us])
         left = (u_RO * self._gains.unsqueeze(1)).to(torch.float32)
         return (left.mT @ self._v_RI.to(torch.float32)).to(torch.float64)
 

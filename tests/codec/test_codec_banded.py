@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -15,7 +16,7 @@ from mfs_decompose.codec import banded
 from mfs_decompose.codec.banded import Banded
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.errors import ArtifactInvalid
-from mfs_decompose.linalg.bands import ERROR, WIDTHS, Bands, bands_bytes
+from mfs_decompose.linalg.bands import ERROR, WIDTHS, Bands, bands_bytes, direction_bytes, loss
 from mfs_decompose.linalg.midrise import dequantise_levels, quantise_levels
 from mfs_decompose.linalg.svd import Truncation, truncated_svd
 
@@ -120,13 +121,15 @@ def by_hand(stored: Stored, row: int, column: int, shape: tuple[int, int], bands
     widths = [bits for bits, count in zip(WIDTHS, bands, strict=True) for _ in range(count)]
     factors = []
     for side, length, at in (("u", shape[0], row), ("v", shape[1], column)):
-        codes = part_bytes(stored, stored.node.part(side))
+        codes, names = part_bytes(stored, stored.node.part(side)), [part.name for part in stored.node.parts]
+        scales = part_bytes(stored, stored.node.part(side + "s")) if side + "s" in names else None
         start, values = 0, []
-        for bits in widths:
+        for r, bits in enumerate(widths):
             width = -(-length * bits // 8)
             number = int.from_bytes(codes[start : start + width], "little")
             start += width
-            values.append(2 * ((number >> (bits * at)) % (1 << bits)) + 1 - (1 << bits))
+            odd = 2 * ((number >> (bits * at)) % (1 << bits)) + 1 - (1 << bits)
+            values.append(odd * (1 if scales is None else scales[r * -(-length // 64) + at // 64]))
         factors.append(values)
     return sum((Fraction(g) * u * v for g, u, v in zip(gains, *factors, strict=True)), Fraction()) * power
 
@@ -150,7 +153,7 @@ def test_any_window_and_any_order_give_the_same_bits(shape: tuple[int, int]) -> 
         assert torch.equal(opened.rows(start, stop), whole[start:stop])
     # The sum in another order: all directions backwards, one product at a time.
     backwards = torch.zeros(shape, dtype=torch.float64)
-    u_RO = torch.cat([banded.integers(u.codes, u.bits) for u in opened._us])  # type: ignore[attr-defined]
+    u_RO = torch.cat([banded.integers(u.codes, u.bits, u.scales) for u in opened._us])  # type: ignore[attr-defined]
     for r in reversed(range(20)):
         backwards += torch.outer(u_RO[r] * opened._gains[r], opened._v_RI[r])  # type: ignore[attr-defined]
     assert torch.equal(backwards, whole)
@@ -274,3 +277,43 @@ def test_directions_of_a_few_entries_add_no_more_than_they_explain(bits: int) ->
     without = float((fitted - delta).square().sum() / delta.double().square().sum())
     assert left < 1.15  # each direction adds at most what it explains, and the noise of all of them meets
     assert left >= without - 1e-9
+
+
+class TestVocabularies:
+    """A side that is longer than any layer is wide has scales."""
+
+    BANDS: Bands = (1, 2, 3, 4, 5)
+
+    @pytest.fixture(autouse=True)
+    def _short(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr("mfs_decompose.linalg.shapes.LONG_SIDE", 100)
+        monkeypatch.setattr("mfs_decompose.linalg.bands.LONG_SIDE", 100)
+        direction_bytes.cache_clear()
+        yield
+        direction_bytes.cache_clear()
+
+    @pytest.mark.parametrize(("shape", "parts"), [
+        ((130, 33), ["gain", "us", "u", "v"]),
+        ((33, 130), ["gain", "u", "vs", "v"]),
+        ((200, 101), ["gain", "us", "u", "vs", "v"]),
+    ])  # fmt: skip
+    def test_bytes_and_values_are_those_of_the_format(self, shape: tuple[int, int], parts: list[str]) -> None:
+        stored = store(factor(decaying(*shape, seed=21)), self.BANDS)
+        assert [part.name for part in stored.node.parts] == parts
+        assert stored.node.nbytes == len(stored.data) == bands_bytes(shape, self.BANDS)
+        decoded = decode(stored, shape)
+        for row in (0, 31, shape[0] - 1):
+            for column in (0, 17, shape[1] - 1):
+                assert Fraction(float(decoded[row, column])) == by_hand(stored, row, column, shape, self.BANDS)
+        opened = _CODEC.open(stored.node, stored.fetch, shape)
+        assert torch.equal(opened.rows(5, 32), decoded[5:32])
+
+    @pytest.mark.parametrize("name", ["gain", "us", "u", "v"])
+    def test_hostile_arrays_are_refused(self, name: str) -> None:
+        stored = store(factor(decaying(130, 33, seed=22)), self.BANDS)
+        for node in (stored.without_part(name), stored.with_part(name, dtype="I8")):
+            with pytest.raises(ArtifactInvalid):
+                _CODEC.open(node, stored.fetch, (130, 33))
+
+    def test_noise_counts_more_there(self) -> None:
+        assert loss((130, 33), 2) > loss((99, 33), 2)

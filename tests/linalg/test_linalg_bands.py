@@ -38,7 +38,9 @@ def cost_of(energy: float, bits: int, shape: tuple[int, int], lam: float) -> flo
 
 
 def loss_of(energies: list[float], bands: Bands) -> float:
-    return sum(e * (loss(b) if b else 1.0) for e, b in zip(energies, widths_of(bands, len(energies)), strict=True))
+    return sum(
+        e * (loss((2, 2), b) if b else 1.0) for e, b in zip(energies, widths_of(bands, len(energies)), strict=True)
+    )
 
 
 @given(_ENERGIES, _SHAPES, st.floats(1e-9, 10.0))

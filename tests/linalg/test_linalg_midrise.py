@@ -109,3 +109,61 @@ def test_large_values_matter_more_than_the_least_error() -> None:
     values[0, 5] = 7.0
     found = dequantise_levels(quantise_levels(values, 3))
     assert abs(float(found[0, 5]) - 7.0) < 0.15 * 7.0
+
+
+class TestVocabularies:
+    """Along a side that is longer than any layer is wide, each 64 values have a scale."""
+
+    @pytest.fixture(autouse=True)
+    def _short(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("mfs_decompose.linalg.shapes.LONG_SIDE", 100)
+
+    @staticmethod
+    def uneven(rank: int = 6, length: int = 330) -> torch.Tensor:
+        """Values whose size changes along the side, as that of a vocabulary's rows does."""
+        return directions(rank, length, seed=11) * torch.logspace(0, -2, length)
+
+    @pytest.mark.parametrize("bits", WIDTHS)
+    def test_values_are_what_the_formula_says(self, bits: int) -> None:
+        levels = quantise_levels(self.uneven(), bits)
+        assert levels.scales is not None and levels.scales.dtype == torch.uint8 and levels.scales.shape == (6, 6)
+        top = (1 << bits) - 1
+        for row in (0, 5):
+            for n in (0, 63, 64, 200, 329):
+                odd = 2 * int(levels.codes[row, n]) - top
+                wanted = float(levels.gains[row]) * int(levels.scales[row, n // 64]) * odd
+                assert float(dequantise_levels(levels)[row, n]) == pytest.approx(wanted, rel=1e-15)
+
+    @pytest.mark.parametrize("bits", WIDTHS)
+    def test_they_are_nearer_than_one_step_for_all(self, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        values = self.uneven()
+        scaled = dequantise_levels(quantise_levels(values, bits)) - values
+        monkeypatch.setattr("mfs_decompose.linalg.shapes.LONG_SIDE", 1000)
+        plain = quantise_levels(values, bits)
+        assert plain.scales is None
+        assert float(scaled.square().sum()) < 0.9 * float((dequantise_levels(plain) - values).square().sum())
+
+    @pytest.mark.parametrize("bits", WIDTHS)
+    def test_nothing_shrinks(self, bits: int) -> None:
+        values = self.uneven()
+        along = (dequantise_levels(quantise_levels(values, bits)) * values).sum(dim=1)
+        assert torch.allclose(along, values.to(torch.float64).square().sum(dim=1), rtol=1e-12)
+
+    def test_a_group_far_below_the_others_is_left_out(self) -> None:
+        values = torch.cat([directions(1, 64, 4), directions(1, 64, 5) * 1e-7], dim=1)
+        levels = quantise_levels(values, 4)
+        assert levels.scales is not None and levels.scales[0, 0] > 0 and levels.scales[0, 1] == 0
+        assert not dequantise_levels(levels)[0, 64:].any()
+
+    @pytest.mark.parametrize("bits", WIDTHS)
+    def test_a_window_of_integers_is_a_part_of_the_whole(self, bits: int) -> None:
+        levels = quantise_levels(self.uneven(3, 203), bits)
+        whole = integers(levels.codes, bits, levels.scales)
+        for start, stop in ((0, 203), (0, 0), (1, 64), (63, 65), (64, 128), (70, 203), (203, 203)):
+            found = integers(levels.codes[:, start:stop], bits, levels.scales, start)
+            assert torch.equal(found, whole[:, start:stop])
+
+    def test_zeros(self) -> None:
+        levels = quantise_levels(torch.zeros(2, 130), 2)
+        assert levels.scales is not None and not levels.scales.any() and not dequantise_levels(levels).any()
+        assert quantise_levels(torch.zeros(0, 130), 2).codes.shape == (0, 130)
