@@ -26,8 +26,8 @@ SECONDS_PER = {
     "fp64": 4.05e-11,
     "sorted": 2.84e-8,
     "coded": 1.38e-8,
-    "surveyed": 5.0e-7,
-    "sized": 7.5e-8,
+    "surveyed": 2.5e-7,
+    "sized": 5.0e-8,
     "peeled": 9.0e-7,
     "corrected": 3.5e-7,
 }
