@@ -7,16 +7,18 @@ one range of rows and its delta one small product over a slice; nothing is gathe
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from mfs_decompose.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 BASE = -1
 """The slot of the base: rows without a delta."""
@@ -117,6 +119,9 @@ class PlanSlot:
         self._logits: BatchPlan | None = None
         self._thread: int | None = None
         self._recent: dict[BatchPlan, BatchPlan] = {}
+        self._last: tuple[object, object] = (None, None)
+        self.shares = True
+        """Whether siblings that are given the same tensor may share what is made of it (`once`)."""
         self.resident: set[int] | None = None
         """The slots whose deltas are attached; None where that is all of them.  Rows of others would be the base's."""
 
@@ -143,6 +148,14 @@ class PlanSlot:
                 yield
             finally:
                 self._plan, self._logits, self._thread = before
+                self._last = (None, None)
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` gives, kept while calls come with the same object: q, k and v share their inputs."""
+        if self._last[0] is not key or not self.shares:
+            self._last = (key, make())
+        found: T = self._last[1]  # type: ignore[assignment]
+        return found
 
     def _known(self, plan: BatchPlan) -> BatchPlan:
         """The same plan as it was used before, with what was worked out for it: steps of decoding are alike."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.runtime.batch_plan import PlanSlot
 from mfs_decompose.runtime.changes import Change, Changes, Kind, ServesVariants
-from mfs_decompose.runtime.load_trial import see_rows
+from mfs_decompose.runtime.load_trial import keeps_inputs, see_rows
 from mfs_decompose.runtime.modules import FamilyEmbedding, FamilyLinear, FamilyRows, shallow_copy
 from mfs_decompose.runtime.modules_experts import FamilyExperts
 from mfs_decompose.runtime.modules_rotary import FamilyRotary
@@ -39,6 +39,7 @@ def swap_modules(
     for path in tables:
         if model.get_submodule(path) is not table:
             see_rows(model, [path])
+    slot.shares = keeps_inputs(model, [path for path, kind in kinds.items() if kind in ("linear", "conv1d")])
     exchanged: dict[str, Any] = {}
     for path, kind in kinds.items():
         module, hook = _without_hook(model.get_submodule(path))

@@ -43,6 +43,33 @@ def see_rows(model: Any, paths: Sequence[str]) -> dict[str, RowAxes]:
     return found
 
 
+def keeps_inputs(model: Any, paths: Sequence[str]) -> bool:
+    """Whether modules that are given one and the same tensor, one after another, find the same in it."""
+    last: list[torch.Tensor] = []
+    kept = [True]
+
+    def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0]
+        if last and last[0] is x:
+            kept[0] &= torch.equal(last[1], x)
+        last[:] = [x, x.clone()]
+
+    hooks = [model.get_submodule(path).register_forward_pre_hook(look) for path in paths]
+    try:
+        _call(model, _LENGTHS[0])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return kept[0]
+
+
+def _call(model: Any, length: int) -> None:
+    with torch.inference_mode():
+        ids = torch.zeros(1, length, dtype=torch.long, device=model.device)
+        positions = torch.arange(length, device=model.device).unsqueeze(0)
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+
+
 def _shapes(model: Any, paths: Sequence[str], length: int) -> dict[str, Shapes]:
     seen: dict[str, Shapes] = {}
 
@@ -61,10 +88,7 @@ def _shapes(model: Any, paths: Sequence[str], length: int) -> dict[str, Shapes]:
 
     hooks = [model.get_submodule(path).register_forward_hook(watch(path), with_kwargs=True) for path in paths]
     try:
-        with torch.inference_mode():
-            ids = torch.zeros(1, length, dtype=torch.long, device=model.device)
-            positions = torch.arange(length, device=model.device).unsqueeze(0)
-            model(input_ids=ids, position_ids=positions, use_cache=False)
+        _call(model, length)
     finally:
         for hook in hooks:
             hook.remove()

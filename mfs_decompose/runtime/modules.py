@@ -18,6 +18,7 @@ from torch.nn import functional
 from mfs_decompose.errors import UsageError
 from mfs_decompose.runtime.batch_plan import BASE, BatchPlan, Group, PlanSlot
 from mfs_decompose.runtime.changes import Change, Delta
+from mfs_decompose.runtime.digits import input_digits
 from mfs_decompose.runtime.ops.dispatch import Ops
 from mfs_decompose.runtime.resident_forms import Rows
 from mfs_decompose.runtime.stacks import MOST_ROWS, Stacks
@@ -50,6 +51,7 @@ class FamilyLinear(nn.Module):
         self._stacks = Stacks() if ops.stacks else None
         self._biases: dict[int, torch.Tensor] = {}
         self._served: set[int] = set()
+        self._has_rest = False
         self._in_out, self._head = stored_in_out, head
         assert isinstance(original.weight, torch.Tensor)
         bias = original.bias
@@ -65,7 +67,7 @@ class FamilyLinear(nn.Module):
                 self._rest[variant] = self._stacks.put(variant, change.matrix, self._in_out)
         if change.bias is not None:
             self._biases[variant] = change.bias
-        self._served = self._deltas.keys() | self._biases.keys()
+        self._note()
 
     def detach(self, variant: int) -> None:
         self._deltas.pop(variant, None)
@@ -73,7 +75,11 @@ class FamilyLinear(nn.Module):
         self._biases.pop(variant, None)
         if self._stacks is not None:
             self._stacks.drop(variant)
+        self._note()
+
+    def _note(self) -> None:
         self._served = self._deltas.keys() | self._biases.keys()
+        self._has_rest = bool(self._biases) or any(delta.placed for delta in self._rest.values())
 
     @property
     def weight(self) -> torch.Tensor:
@@ -100,15 +106,23 @@ class FamilyLinear(nn.Module):
                 hint="call the model inside `with torch.inference_mode():`",
             )
         x_TI, y_TO = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        # Where all rows are one variant's, its own factors are less to read than the stack that they lie in.
-        if self._stacks is None or plan.uniform or plan.rows > MOST_ROWS:
+        if self._stacks is None or x_TI.shape[0] > MOST_ROWS or not self._stacks.serves(plan):
             self._add(changed, self._deltas, x_TI, y_TO)
             return y
+        wide, digits = x_TI if x.dtype == torch.float32 else x_TI.to(torch.float32), None
+        if self._stacks.takes_digits(plan):
+            digits = self._slot.once(x, lambda: input_digits(wide))
+        endless = None if digits is None or digits.endless is None else y_TO.clone()
         whole = y_TO if y.dtype == torch.float32 else y_TO.to(torch.float32)
-        self._stacks.add(plan, x_TI if x.dtype == torch.float32 else x_TI.to(torch.float32), whole)
-        self._add(changed, self._rest, x_TI, whole)
+        self._stacks.add(plan, wide, digits, whole)
+        if self._has_rest:
+            self._add(changed, self._rest, x_TI, whole)
         if whole is not y_TO:
             y_TO.copy_(whole)
+        if endless is not None:
+            assert digits is not None and digits.endless is not None
+            self._add(changed, self._deltas, x_TI, endless)
+            y_TO[digits.endless] = endless[digits.endless]
         return y
 
     def _add(self, groups: list[Group], deltas: Mapping[int, Delta], x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:

@@ -48,7 +48,7 @@ def widen_small(changes: Changes, shared: Mapping[int, int], precision: Precisio
 def widened_bytes(form: Form) -> int:
     """What `widen` makes of a form takes."""
     if isinstance(form, LowRank):
-        return 4 * (form.left.codes.numel() + form.right.codes.numel())
+        return 4 * form.left.rank * (form.left.codes.shape[1] + form.right.codes.shape[1])
     if isinstance(form, Csr):
         return form.offsets.nbytes + 8 * form.codes.numel()
     return sum(tensor.nbytes for tensor in form.tensors())

@@ -15,6 +15,7 @@ from mfs_decompose.artifact.values import StoredTensor, open_tensor
 from mfs_decompose.codec.base import Fetch, matrix_shape
 from mfs_decompose.codec.registry import LOSSY
 from mfs_decompose.codec.tree import CodecNode
+from mfs_decompose.runtime.nibbles import pack_nibbles
 from mfs_decompose.runtime.resident_adapter import adapter_forms
 from mfs_decompose.runtime.resident_forms import Form, Placed, Rows, cut_rows
 from mfs_decompose.runtime.resident_read import dense_form, read_forms, read_stack
@@ -82,7 +83,8 @@ class SharedForms:
         if base_name not in self._found:
             reader = SharedReader(self._family.path, record, {name: one.shape for name, one in tensors.items()})
             data, node = reader.read(base_name), read_shared_tree(base_name, record.tensors[base_name])
-            self._found[base_name] = read_forms(node, lambda offset, count: data[offset : offset + count], shape)
+            forms = read_forms(node, lambda offset, count: data[offset : offset + count], shape)
+            self._found[base_name] = [pack_nibbles(form) for form in forms]
         found = self._found[base_name]
         return found if rows == shape[0] else [cut_rows(form, 0, rows) for form in found]
 
@@ -166,7 +168,8 @@ def _segment_forms(
         return [Placed(form, 0, shape[1], slice) for slice, form in enumerate(forms, start=start) if form is not None]
     matrix = matrix_shape((stop - start, *shape[1:]))
     assert matrix is not None, "it was opened before"
-    found = read_forms(node, fetch, matrix, None if base is None else lambda: shared.of(base, matrix[0]))
+    read = read_forms(node, fetch, matrix, None if base is None else lambda: shared.of(base, matrix[0]))
+    found = [pack_nibbles(form) for form in read]
     if len(shape) == 2:
         return [Placed(form, start, stop) for form in found]
     return [

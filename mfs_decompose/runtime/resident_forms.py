@@ -21,25 +21,49 @@ class Factor:
     """R directions of length N: `scales * codes`, or `scales * (codes + 1/2)` where `half`.
 
     codes [R, N] are int8, int16, bf16, fp16 or fp32; scales fp32 [R, ceil((first + N) / 64)], one for 64 values of
-    which the first lies `first` values before the factor, or [R, 1], or None for ones.
+    which the first lies `first` values before the factor, or [R, 1], or None for ones. Directions after those of int8
+    codes may lie in `nibbles`, int8 [P, N]: first those of the low halves, then those of the high ones.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor | None = None
     half: bool = False
     first: int = 0
+    nibbles: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.codes.shape[0] + (0 if self.nibbles is None else 2 * self.nibbles.shape[0])
+
+    @property
+    def by_direction(self) -> bool:
+        """Whether every value of a direction has the same scale."""
+        return self.scales is None or self.scales.shape[1] == 1
+
+    @property
+    def name(self) -> str:
+        whole = str(self.codes.dtype).removeprefix("torch.")
+        return whole if self.nibbles is None else f"int4/{whole}" if self.codes.shape[0] else "int4"
 
     def columns(self, start: int, stop: int) -> Factor:
         """Values start..stop of every direction; memory is shared."""
         codes, first = self.codes[:, start:stop], self.first + start
-        if self.scales is None or self.scales.shape[1] == 1 or first % GROUP:
-            return replace(self, codes=codes, first=first)
+        if self.by_direction or first % GROUP:
+            nibbles = None if self.nibbles is None else self.nibbles[:, start:stop]
+            return replace(self, codes=codes, first=first, nibbles=nibbles)
+        assert self.scales is not None
         scales = self.scales[:, first // GROUP : -(-(first + codes.shape[1]) // GROUP)]
         return replace(self, codes=codes, scales=scales, first=0)
 
+    def whole_codes(self) -> torch.Tensor:
+        """Codes of all directions [R, N], nibbles as int8; the codes themselves where no direction lies in nibbles."""
+        if self.nibbles is None:
+            return self.codes
+        return torch.cat((self.codes, (self.nibbles << 4) >> 4, self.nibbles >> 4))
+
     def values(self) -> torch.Tensor:
         """fp32 [R, N]; the codes themselves where they are that already."""
-        codes, scales = self.codes, self.scales
+        codes, scales = self.whole_codes(), self.scales
         if scales is None:
             return codes.to(torch.float32)
         if scales.shape[1] == 1:
@@ -51,6 +75,14 @@ class Factor:
         _scaled(values.view(codes.shape[0], -1, GROUP), scales.unsqueeze(2), self.half)
         return values
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return _present(self.codes, self.scales, self.nibbles)
+
+    def to(self, device: str | torch.device) -> Factor:
+        """The same in another device's memory."""
+        scales, nibbles = (None if one is None else one.to(device) for one in (self.scales, self.nibbles))
+        return replace(self, codes=self.codes.to(device), scales=scales, nibbles=nibbles)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LowRank:
@@ -61,8 +93,7 @@ class LowRank:
 
     @property
     def name(self) -> str:
-        kinds = {str(side.codes.dtype).removeprefix("torch.") for side in (self.left, self.right)}
-        return f"low rank {'/'.join(sorted(kinds))}"
+        return f"low rank {'/'.join(sorted({self.left.name, self.right.name}))}"
 
     @property
     def transposed(self) -> LowRank:
@@ -70,7 +101,7 @@ class LowRank:
         return LowRank(self.right, self.left)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return _present(self.left.codes, self.left.scales, self.right.codes, self.right.scales)
+        return tuple(tensor for side in (self.left, self.right) for tensor in side.tensors())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -193,11 +224,7 @@ class Placed:
 def move(form: Form, device: str | torch.device) -> Form:
     """A form in another device's memory; itself where it is there."""
     if isinstance(form, LowRank):
-        sides = [
-            replace(side, codes=side.codes.to(device), scales=None if side.scales is None else side.scales.to(device))
-            for side in (form.left, form.right)
-        ]
-        return LowRank(sides[0], sides[1])
+        return LowRank(form.left.to(device), form.right.to(device))
     if isinstance(form, Csr):
         levels = None if form.levels is None else form.levels.to(device)
         offsets, columns, codes = (part.to(device) for part in (form.offsets, form.columns, form.codes))

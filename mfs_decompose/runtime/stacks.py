@@ -7,14 +7,21 @@ alone: which variants the other rows belong to changes no bit of a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch.nn import functional
 
 from mfs_decompose.runtime.batch_plan import BatchPlan
 from mfs_decompose.runtime.changes import Delta
+from mfs_decompose.runtime.digits import Inputs
+from mfs_decompose.runtime.integer_stacks import MOST_RANK as MOST_INTEGER_RANK
+from mfs_decompose.runtime.integer_stacks import IntegerStack, integer_member
 from mfs_decompose.runtime.resident_forms import Factor, LowRank
+from mfs_decompose.runtime.stack_layout import Layout, Member
+
+S = TypeVar("S", bound=Layout)
 
 MOST_ROWS = 64
 """Of a step whose deltas are added together: every row is multiplied by the factors of all, which many rows feel."""
@@ -22,66 +29,26 @@ MOST_RANK = 64
 """Of one stack; a variant of more than half of it stays alone, where one has nothing to share calls with."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Member:
-    """Factors left [R, O] and right [R, I]: the very tensors that the variant's form holds."""
-
-    variant: int
-    left: torch.Tensor
-    right: torch.Tensor
-
-    @property
-    def rank(self) -> int:
-        return self.left.shape[0]
-
-    def own(self) -> None:
-        """Take the factors out of a memory that others lie in."""
-        with torch.inference_mode():
-            for factor in (self.left, self.right):
-                if factor.untyped_storage().nbytes() > factor.nbytes:
-                    _hold(factor, factor.clone())
-
-
 @dataclass(eq=False)
-class _Stack:
-    """Members whose deltas are of outputs start..stop; left [N, O] and right [N, I] hold all their factors.
+class _Stack(Layout):
+    """Joined are the left factors [N, O] and the right ones [N, I].
 
     Attributes:
         owners: variant and rank of each, which says whose column is whose.
     """
 
-    start: int
-    stop: int
-    members: list[_Member] = field(default_factory=list)
     owners: tuple[tuple[int, int], ...] = ()
-    variants: frozenset[int] = frozenset()
-    left: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    right: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
-    @property
-    def rank(self) -> int:
-        return sum(member.rank for member in self.members)
-
-    def lay_out(self) -> None:
-        """Join the factors of the members, whose tensors become views: nothing is held twice."""
+    def prepare(self) -> None:
         self.owners = tuple((member.variant, member.rank) for member in self.members)
-        self.variants = frozenset(member.variant for member in self.members)
-        if not self.members:
-            return
-        # Inside, tensors made under inference mode and others may be written to alike.
-        with torch.inference_mode():
-            self.left, self.right = (
-                tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-                for tensors in zip(*((member.left, member.right) for member in self.members), strict=True)
-            )
-            if len(self.members) == 1:
-                return
-            at = 0
-            for member in self.members:
-                stop = at + member.rank
-                _hold(member.left, self.left[at:stop])
-                _hold(member.right, self.right[at:stop])
-                at = stop
+
+    def add(self, plan: BatchPlan, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
+        """Add the deltas to `y`, fp32, in place."""
+        left, right = self.joined
+        hidden_TR = functional.linear(x_TI, right)
+        hidden_TR.masked_fill_(plan.foreign(self.owners, x_TI.device), 0.0)
+        whole = self.stop - self.start == y_TO.shape[1]
+        (y_TO if whole else y_TO[:, self.start : self.stop]).addmm_(hidden_TR, left)
 
 
 class Stacks:
@@ -89,67 +56,67 @@ class Stacks:
 
     def __init__(self) -> None:
         self._stacks: list[_Stack] = []
+        self._integers: list[IntegerStack] = []
 
     def put(self, variant: int, delta: Delta, in_out: bool) -> Delta:
         """Take in what can lie beside others; what cannot is given back, as a delta of fewer forms."""
         rest = []
         for placed in delta.placed:
-            found = _fitting(placed.form)
-            start, stop = placed.start, placed.stop
-            if found is not None and in_out != delta.transposed:
-                # Places are inputs here: those of all of them are a product like any other.
-                found = found.transposed if (start, stop) == (0, delta.rows) else None
-                start, stop = 0, 0 if found is None else found.left.codes.shape[1]
-            if found is None:
+            form, start, stop = placed.form, placed.start, placed.stop
+            if isinstance(form, LowRank) and in_out != delta.transposed and (start, stop) == (0, delta.rows):
+                form, stop = form.transposed, form.right.codes.shape[1]
+            elif not isinstance(form, LowRank) or in_out != delta.transposed:
+                # Places are inputs there: those of all of them are a product like any other.
                 rest.append(placed)
                 continue
-            member = _Member(variant, found.left.codes, found.right.codes)
-            stack = self._stack_for(start, stop, member.rank)
-            stack.members.append(member)
-            stack.lay_out()
+            if (member := _member(variant, form)) is not None:
+                _stack_for(self._stacks, _Stack, start, stop, member.rank, MOST_RANK).take(member)
+            elif (member := integer_member(variant, form)) is not None:
+                _stack_for(self._integers, IntegerStack, start, stop, member.rank, MOST_INTEGER_RANK).take(member)
+            else:
+                rest.append(placed)
         return Delta(tuple(rest), delta.rows, delta.transposed)
 
     def drop(self, variant: int) -> None:
         """Give a variant's factors memory of their own again, and that of the others no longer hold them."""
-        for stack in self._stacks:
-            if variant not in stack.variants:
-                continue
-            left = [member for member in stack.members if member.variant != variant]
-            alone = left if len(left) == 1 else []
-            for member in (*alone, *(member for member in stack.members if member.variant == variant)):
-                member.own()
-            stack.members = left
-            stack.lay_out()
+        for stack in (*self._stacks, *self._integers):
+            if variant in stack.variants:
+                stack.drop(variant)
         self._stacks = [stack for stack in self._stacks if stack.members]
+        self._integers = [stack for stack in self._integers if stack.members]
 
-    def add(self, plan: BatchPlan, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
+    def serves(self, plan: BatchPlan) -> bool:
+        """Whether `add` is for such steps: where all rows are one variant's, its own fp32 factors are less to read."""
+        return not plan.uniform or not any(plan.variants[0] in stack.variants for stack in self._stacks)
+
+    def takes_digits(self, plan: BatchPlan) -> bool:
+        """Whether `add` needs the inputs as digits under a plan."""
+        return any(not stack.variants.isdisjoint(plan.variants) for stack in self._integers)
+
+    def add(self, plan: BatchPlan, x_TI: torch.Tensor, digits: Inputs | None, y_TO: torch.Tensor) -> None:
         """Add the deltas to `y`, fp32, in place, of all rows of the plan."""
         for stack in self._stacks:
-            if stack.variants.isdisjoint(plan.variants):
-                continue
-            hidden_TR = functional.linear(x_TI, stack.right)
-            hidden_TR.masked_fill_(plan.foreign(stack.owners, x_TI.device), 0.0)
-            whole = stack.stop - stack.start == y_TO.shape[1]
-            (y_TO if whole else y_TO[:, stack.start : stack.stop]).addmm_(hidden_TR, stack.left)
-
-    def _stack_for(self, start: int, stop: int, rank: int) -> _Stack:
-        for stack in self._stacks:
-            if (stack.start, stack.stop) == (start, stop) and stack.rank + rank <= MOST_RANK:
-                return stack
-        self._stacks.append(_Stack(start, stop))
-        return self._stacks[-1]
+            if not stack.variants.isdisjoint(plan.variants):
+                stack.add(plan, x_TI, y_TO)
+        for integers in self._integers:
+            if not integers.variants.isdisjoint(plan.variants):
+                assert digits is not None, "`takes_digits` said so"
+                integers.add(plan, x_TI, digits, y_TO)
 
 
-def _hold(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Let a tensor be what another is, for all who have it, and let go of the memory that it had."""
-    tensor.set_(other.untyped_storage(), other.storage_offset(), other.size(), other.stride())
+def _stack_for(stacks: list[S], kind: type[S], start: int, stop: int, rank: int, most: int) -> S:
+    for stack in stacks:
+        if (stack.start, stack.stop) == (start, stop) and stack.rank + rank <= most:
+            return stack
+    stacks.append(kind(start, stop))
+    return stacks[-1]
 
 
-def _fitting(form: object) -> LowRank | None:
-    """A low-rank form whose factors a product takes as they are, and that nothing else lies in the memory of."""
-    if not isinstance(form, LowRank) or form.left.codes.shape[0] > MOST_RANK // 2:
+def _member(variant: int, form: LowRank) -> Member | None:
+    """A form whose factors a product takes as they are, and that nothing else lies in the memory of."""
+    if form.left.rank > MOST_RANK // 2 or not (_fits(form.left) and _fits(form.right)):
         return None
-    return form if _fits(form.left) and _fits(form.right) else None
+    return Member(variant, form, (form.left.codes, form.right.codes))
 
 
 def _fits(factor: Factor) -> bool:

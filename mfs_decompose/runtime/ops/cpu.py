@@ -65,13 +65,7 @@ class CpuOps:
 
     def look_up(self, form: Form, ids_N: torch.Tensor, rows: int, values_NI: torch.Tensor) -> None:
         if isinstance(form, LowRank):
-            left = form.left
-            wanted = left.codes[:, ids_N]
-            if left.scales is not None:
-                at = ids_N.new_zeros(()) if left.scales.shape[1] == 1 else (ids_N + left.first) // GROUP
-                wide = wanted.to(torch.float32) + (0.5 if left.half else 0.0)
-                wanted = wide * (left.scales if left.scales.shape[1] == 1 else left.scales[:, at])
-            values_NI.addmm_(wanted.to(torch.float32).mT, form.right.values())
+            values_NI.addmm_(_picked(form.left, ids_N).mT, form.right.values())
         elif isinstance(form, Ell):
             entries = form.values()[ids_N]
             values_NI.scatter_add_(1, form.columns.to(torch.int32)[ids_N].to(torch.int64), entries)
@@ -97,33 +91,39 @@ def _add_low_rank(form: LowRank, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None
         product = functional.linear(x, _unscaled(right, start, stop))
         inner_TR = product if inner_TR is None else inner_TR.add_(product)
     assert inner_TR is not None
-    if right.half and _by_direction(right):
+    if right.half and right.by_direction:
         inner_TR.add_(x_TI.sum(dim=1, keepdim=True), alpha=0.5)
     for side in (right, left):
-        if side.scales is not None and _by_direction(side):
+        if side.scales is not None and side.by_direction:
             inner_TR.mul_(side.scales.mT)
     for start, stop in _pieces(left):
         y = y_TO if stop - start == y_TO.shape[1] else y_TO[:, start:stop]
         y.addmm_(inner_TR, _unscaled(left, start, stop))
-    if left.half and _by_direction(left):
+    if left.half and left.by_direction:
         y_TO.add_(inner_TR.sum(dim=1, keepdim=True), alpha=0.5)
 
 
-def _by_direction(factor: Factor) -> bool:
-    return factor.scales is None or factor.scales.shape[1] == 1
+def _picked(factor: Factor, at_N: torch.Tensor) -> torch.Tensor:
+    """Some values of every direction, fp32 [R, N]."""
+    nibbles = None if factor.nibbles is None else factor.nibbles[:, at_N]
+    scales = factor.scales
+    if scales is not None and not factor.by_direction:
+        wide = factor.codes[:, at_N].to(torch.float32).add_(0.5 if factor.half else 0.0)
+        return wide * scales[:, (at_N + factor.first) // GROUP]
+    return Factor(factor.codes[:, at_N], scales, factor.half, nibbles=nibbles).values()
 
 
 def _unscaled(factor: Factor, start: int, stop: int) -> torch.Tensor:
     """Values start..stop of every direction, fp32; the codes alone where scales and halves are of whole directions."""
-    if _by_direction(factor):
-        return factor.codes[:, start:stop].to(torch.float32)
+    if factor.by_direction:
+        return factor.columns(start, stop).whole_codes().to(torch.float32)
     whole = stop - start == factor.codes.shape[1]
     return (factor if whole else factor.columns(start, stop)).values()
 
 
 def _pieces(factor: Factor) -> list[tuple[int, int]]:
     """Columns start..stop; one piece where nothing has to be widened, or not much."""
-    rank, length = factor.codes.shape
+    rank, length = factor.rank, factor.codes.shape[1]
     if rank * length <= _PIECE or (factor.scales is None and factor.codes.dtype == torch.float32):
         return [(0, length)]
     step = max(GROUP, _PIECE // max(rank, 1) // GROUP * GROUP)

@@ -1,0 +1,70 @@
+"""Directions of at most 4 bits, two in a byte: half the memory of int8, for two passes over a matrix that is used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mfs_decompose.runtime.resident_forms import Factor, Form, LowRank
+
+LARGE = 1 << 17
+"""Codes of a factor that is packed: a smaller one takes little memory, and two passes take as long as its product."""
+
+NIBBLE = 16
+"""How many times their value codes are that were spread as `spread` does."""
+
+
+def pack_nibbles(form: Form) -> Form:
+    """Factors of int8 with one scale a direction, of which large ones hold directions of at most 4 bits as nibbles.
+
+    Those directions then come last on both sides.
+    """
+    if not isinstance(form, LowRank) or not (_packs(form.left) and _packs(form.right)):
+        return form
+    large = [side.codes.numel() >= LARGE for side in (form.left, form.right)]
+    small = (_is_small(form.left) & _is_small(form.right)).nonzero().flatten().tolist()
+    small = small[len(small) % 2 :]
+    if not small or not any(large):
+        return form
+    whole = [at for at in range(form.left.rank) if at not in set(small)]
+    left, right = (
+        _packed(side, whole, small, packs) for side, packs in zip((form.left, form.right), large, strict=True)
+    )
+    return LowRank(left, right)
+
+
+def spread(codes: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
+    """int8 [R, N]: codes as they are, then those of the low and of the high halves, sixteenfold.
+
+    Sixteenfold a half needs one pass each, and stays signed.
+    """
+    pairs, first = nibbles.shape[0], codes.shape[0]
+    if not pairs:
+        return codes
+    out = codes.new_empty(first + 2 * pairs, nibbles.shape[1])
+    if first:
+        out[:first].copy_(codes)
+    torch.mul(nibbles, NIBBLE, out=out[first : first + pairs])  # wraps: what was in the high half is gone
+    torch.bitwise_and(nibbles, -NIBBLE, out=out[first + pairs :])
+    return out
+
+
+def _packs(factor: Factor) -> bool:
+    by_direction = factor.scales is None or factor.scales.shape[1] == 1
+    return factor.codes.dtype == torch.int8 and factor.nibbles is None and by_direction
+
+
+def _is_small(factor: Factor) -> torch.Tensor:
+    if not factor.codes.shape[1]:
+        return torch.zeros(factor.rank, dtype=torch.bool)
+    return (factor.codes.amin(dim=1) >= -8) & (factor.codes.amax(dim=1) <= 7)
+
+
+def _packed(factor: Factor, whole: list[int], small: list[int], packs: bool) -> Factor:
+    codes, half = factor.codes, len(small) // 2
+    scales = None if factor.scales is None else factor.scales[whole + small]
+    if not packs:
+        return replace(factor, codes=codes[whole + small], scales=scales)
+    nibbles = (codes[small[:half]] & 15).bitwise_or_(codes[small[half:]] * NIBBLE)
+    return replace(factor, codes=codes[whole], scales=scales, nibbles=nibbles)
