@@ -11,6 +11,7 @@ frequency: there each 64 values keep a scale (without, KL of embeddings rose by 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,14 +66,9 @@ def dequantise_levels(levels: Levels) -> torch.Tensor:
 
 def _best_step(shape_RN: torch.Tensor, bits: int) -> torch.Tensor:
     """Steps [R, 1] for values of peak 1."""
-    top, weight = (1 << bits) - 1, shape_RN.square()
-    best = torch.full_like(shape_RN[:, :1], 1.0 / top) if shape_RN.shape[1] else shape_RN.new_ones(len(shape_RN), 1)
-    least = torch.full_like(best, torch.inf)
-    for clip in _CLIPS:
-        error = (weight * (shape_RN - _level(shape_RN, clip / top, bits)).square()).sum(dim=1, keepdim=True)
-        best = torch.where(error < least, clip / top, best)
-        least = torch.minimum(error, least)
-    return best
+    top = (1 << bits) - 1
+    first = shape_RN.new_full((len(shape_RN), 1), 1.0 / top)
+    return _search(shape_RN, (clip / top * torch.ones_like(first) for clip in _CLIPS), bits, first, torch.inf)
 
 
 def _by_group(shape_RN: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,16 +77,23 @@ def _by_group(shape_RN: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Te
     groups = scales_of(length)
     values = torch.nn.functional.pad(shape_RN, (0, groups * GROUP - length)).view(rank, groups, GROUP)
     unit = _CLIPS[0] / ((1 << bits) - 1) / _FULL
-    peaks, weight = values.abs().amax(dim=2, keepdim=True), values.square()
-    best = torch.zeros_like(peaks)
-    least = (weight * weight).sum(dim=2, keepdim=True)  # of scale 0
-    for clip in _CLIPS:
-        scales = (peaks * (clip / _CLIPS[0] * _FULL)).round().clamp_(1, _FULL)
-        error = (weight * (values - _level(values, scales * unit, bits)).square()).sum(dim=2, keepdim=True)
-        best = torch.where(error < least, scales, best)
-        least = torch.minimum(error, least)
-    codes = _codes(values, torch.where(best > 0, best * unit, 1.0), bits)
-    return codes.view(rank, groups * GROUP)[:, :length], best[..., 0].to(torch.uint8)
+    peaks = values.abs().amax(dim=2, keepdim=True)
+    steps = ((peaks * (clip / _CLIPS[0] * _FULL)).round().clamp_(1, _FULL) * unit for clip in _CLIPS)
+    best = _search(values, steps, bits, torch.zeros_like(peaks), values.square().square().sum(dim=2, keepdim=True))
+    codes = _codes(values, torch.where(best > 0, best, 1.0), bits)
+    return codes.view(rank, groups * GROUP)[:, :length], (best[..., 0] / unit).round().to(torch.uint8)
+
+
+def _search(
+    values: torch.Tensor, steps: Iterable[torch.Tensor], bits: int, best: torch.Tensor, least: torch.Tensor | float
+) -> torch.Tensor:
+    """Of the steps [..., 1] and of `best`, whose error is `least`, those that err least where values are large."""
+    weight = values.square()
+    for step in steps:
+        error = (weight * (values - _level(values, step, bits)).square()).sum(dim=-1, keepdim=True)
+        best = torch.where(error < least, step, best)
+        least = torch.minimum(error, torch.as_tensor(least, dtype=error.dtype))
+    return best
 
 
 def _codes(values: torch.Tensor, step: torch.Tensor | float, bits: int) -> torch.Tensor:

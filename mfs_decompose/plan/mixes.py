@@ -105,6 +105,12 @@ class MixCandidate:
         known = math.fsum(map(self._steep, self.explained))
         return (known + (count - len(self.explained)) * last) / count
 
+    @property
+    def peeled_rank(self) -> int:
+        """Directions of the merged LoRA, as far as they were fitted."""
+        assert self.peeled is not None, "no LoRA was peeled off"
+        return min(self.peeled[1], len(self.explained))
+
     def left(self, rank: int) -> float:
         """Energy beyond the first directions."""
         return max(self.energy - self.sums[rank], 0.0)
@@ -118,7 +124,7 @@ def mix_drift(candidate: MixCandidate, mix: Mix) -> float:
     """The predicted drift of one way to store a delta, in weighted energy."""
     if mix.exact:
         return 0.0
-    rank = min(candidate.peeled[1], len(candidate.explained)) if mix.peeled and candidate.peeled else sum(mix.bands)
+    rank = candidate.peeled_rank if mix.peeled else sum(mix.bands)
     tail = candidate.heavy[-1] - candidate.heavy[rank] + candidate.beyond
     if mix.peeled:
         return candidate.weight * tail
@@ -130,8 +136,8 @@ def mix_drift(candidate: MixCandidate, mix: Mix) -> float:
 
 def energy_lost(candidate: MixCandidate, mix: Mix) -> float:
     """What a mix loses of a delta's squared norm."""
-    if mix.peeled and candidate.peeled:
-        return candidate.left(min(candidate.peeled[1], len(candidate.explained)))
+    if mix.peeled:
+        return candidate.left(candidate.peeled_rank)
     return 0.0 if mix.exact else rest_error(candidate, mix) * _rest(candidate, mix.bands)
 
 

@@ -15,7 +15,7 @@ from mfs_decompose.runtime.batch_plan import BatchPlan
 from mfs_decompose.runtime.digits import LONGEST, Inputs, has_exact_products, join_digits, to_digits
 from mfs_decompose.runtime.nibbles import NIBBLE, spread
 from mfs_decompose.runtime.resident_forms import Factor, LowRank
-from mfs_decompose.runtime.stack_layout import Layout, Member
+from mfs_decompose.runtime.stack_layout import Layout, Member, columns
 
 MOST_RANK = 1024
 """Of one stack of several members."""
@@ -75,12 +75,12 @@ class IntegerStack(Layout):
         length = left.shape[1]
         step = length if not left_nibbles.shape[0] else max(64, _PIECE // known.scales.numel() // 64 * 64)
         if length <= step:
-            _add_sums(codes, spread(left, left_nibbles), halves, unit, _columns(y_TO, self.start, self.stop))
+            _add_sums(codes, spread(left, left_nibbles), halves, unit, columns(y_TO, self.start, self.stop))
             return
         for at in range(0, length, step):
             stop = min(at + step, length)
             part = spread(left[:, at:stop], left_nibbles[:, at:stop])
-            _add_sums(codes, part, halves, unit, _columns(y_TO, self.start + at, self.start + stop))
+            _add_sums(codes, part, halves, unit, columns(y_TO, self.start + at, self.start + stop))
 
 
 def integer_member(variant: int, form: LowRank) -> Member | None:
@@ -134,10 +134,6 @@ def _add_sums(
     if halves is not None:
         sums.add_(halves)
     y_TO.add_(sums.mul_(unit))
-
-
-def _columns(y_TO: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    return y_TO if stop - start == y_TO.shape[1] else y_TO[:, start:stop]
 
 
 @dataclass(frozen=True, eq=False)

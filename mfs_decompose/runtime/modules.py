@@ -21,6 +21,7 @@ from mfs_decompose.runtime.changes import Change, Delta
 from mfs_decompose.runtime.digits import input_digits
 from mfs_decompose.runtime.ops.dispatch import Ops
 from mfs_decompose.runtime.resident_forms import Rows
+from mfs_decompose.runtime.stack_layout import columns
 from mfs_decompose.runtime.stacks import MOST_ROWS, Stacks
 
 
@@ -151,7 +152,7 @@ def add_delta(
         if in_out != delta.transposed:
             ops.add_transposed(form, x_TI[:, start:stop], y_TO)
             continue
-        target = y_TO if stop - start == y_TO.shape[1] else y_TO[:, start:stop]
+        target = columns(y_TO, start, stop)
         ops.add(form, x_TI, target)
         if isinstance(form, Rows) and form.own and bias is not None:
             own = bias[start:stop].to(torch.float32)

@@ -51,8 +51,7 @@ def spread(codes: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
 
 
 def _packs(factor: Factor) -> bool:
-    by_direction = factor.scales is None or factor.scales.shape[1] == 1
-    return factor.codes.dtype == torch.int8 and factor.nibbles is None and by_direction
+    return factor.codes.dtype == torch.int8 and factor.nibbles is None and factor.by_direction
 
 
 def _is_small(factor: Factor) -> torch.Tensor:

@@ -76,6 +76,11 @@ class Layout:
         """Make what depends on all members."""
 
 
+def columns(y_TO: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Some columns, as a view; the tensor itself where they are all of it."""
+    return y_TO if stop - start == y_TO.shape[1] else y_TO[:, start:stop]
+
+
 def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0]

@@ -19,7 +19,7 @@ from mfs_decompose.runtime.digits import Inputs
 from mfs_decompose.runtime.integer_stacks import MOST_RANK as MOST_INTEGER_RANK
 from mfs_decompose.runtime.integer_stacks import IntegerStack, integer_member
 from mfs_decompose.runtime.resident_forms import Factor, LowRank
-from mfs_decompose.runtime.stack_layout import Layout, Member
+from mfs_decompose.runtime.stack_layout import Layout, Member, columns
 
 S = TypeVar("S", bound=Layout)
 
@@ -47,8 +47,7 @@ class _Stack(Layout):
         left, right = self.joined
         hidden_TR = functional.linear(x_TI, right)
         hidden_TR.masked_fill_(plan.foreign(self.owners, x_TI.device), 0.0)
-        whole = self.stop - self.start == y_TO.shape[1]
-        (y_TO if whole else y_TO[:, self.start : self.stop]).addmm_(hidden_TR, left)
+        columns(y_TO, self.start, self.stop).addmm_(hidden_TR, left)
 
 
 class Stacks:
