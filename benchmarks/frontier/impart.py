@@ -23,6 +23,7 @@ from benchmarks.frontier.work import Work
 from benchmarks.rate_drift_rows import Decoded
 from mfs_decompose.linalg.seeds import random_matrix, stream_key
 from mfs_decompose.linalg.shapes import GROUP
+from mfs_decompose.pipeline.scheduler import one_torch_thread
 
 BETAS, POWERS = (0.6, 0.7, 0.8, 0.9), (0.5, 1.0)
 SEED_BYTES, SIGMA_BYTES = 8, 2
@@ -42,13 +43,15 @@ class Thinning:
 def impart(work: Work, names: Sequence[str], budget: int) -> Plan:
     """Every layer the same share of its bytes."""
     parts = shares(work, names, budget - SEED_BYTES)
-    beta, power = _validate(work, names, parts)
+    with one_torch_thread():  # many small steps: threads only wait for each other
+        beta, power = _validate(work, names, parts)
     chosen = {name: thinning(work, name, parts[name], beta, power) for name in names}
 
     def decode() -> Iterator[Decoded]:
         seed = SEED_BYTES
         for name in names:
-            found = _decode(work, name, chosen[name])
+            with one_torch_thread():
+                found = _decode(work, name, chosen[name])
             yield Decoded(name, found.nbytes + seed, found.delta)
             seed = 0
 

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.frontier.plan import Plan, largest
 from benchmarks.frontier.work import Work
-from benchmarks.rate_drift_rows import Decoded, _write_banded
+from benchmarks.rate_drift_rows import Decoded, write_banded
 from mfs_decompose.linalg.bands import allocate_bands
 from mfs_decompose.linalg.quantise import dequantise, quantise
 from mfs_decompose.linalg.shapes import GROUP
@@ -82,7 +82,7 @@ def banded(work: Work, names: Sequence[str], budget: int) -> Plan:
 
     def decode() -> Iterator[Decoded]:
         for name, bands in zip(names, found, strict=True):
-            nbytes, opened = _write_banded(work, name, bands)
+            nbytes, opened = write_banded(work, name, bands)
             yield Decoded(name, nbytes, opened.rows(0, work.shape(name)[0]))
 
     return Plan({"directions": [sum(counts) for counts in zip(*found, strict=True)]}, decode)

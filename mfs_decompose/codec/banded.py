@@ -35,8 +35,12 @@ class Banded:
 
     name = "banded"
 
-    def encode(self, left_RO: torch.Tensor, right_RI: torch.Tensor, bands: Bands, emit: Emit) -> CodecNode:
+    def encode(
+        self, left_RO: torch.Tensor, right_RI: torch.Tensor, bands: Bands, emit: Emit, times: float = 1.0
+    ) -> CodecNode:
         """Write the leading `sum(bands)` directions of `left.T @ right`, finite factors on the CPU, strongest first.
+
+        What is written is `times` as large, see `linalg.bands.made_up`.
 
         Directions of either factor must be orthogonal, as those of linalg/svd.py are. Bytes depend on the number of
         torch threads like those of the SVD do: set one where bytes matter.
@@ -50,7 +54,7 @@ class Banded:
         none = torch.zeros(0, dtype=torch.float64)
         gains = torch.cat([none, *(u.gains * v.gains for u, v in zip(us, vs, strict=True))])
         gains = _least_where_loud(gains, _growth(fed, us) * _growth(right, vs))
-        arrays = {"gain": _round_gains(gains, _peaks(us, vs))}
+        arrays = {"gain": _round_gains(gains * times, _peaks(us, vs))}
         for side, levels, length in (("u", us, left.shape[1]), ("v", vs, right.shape[1])):
             if scales_of(length):
                 empty = torch.zeros(0, scales_of(length), dtype=torch.uint8)

@@ -47,8 +47,11 @@ class BandedFit:
         return Banded().open(node, fetch, shape)
 
 
-def encode_bands(fit: CodecNode, fetch: Fetch, bands: Bands, emit: Emit, rows: int) -> CodecNode:
-    """Quantise the leading `sum(bands)` directions of a fit that `fetch` reads out of scratch, for its first `rows`."""
+def encode_bands(fit: CodecNode, fetch: Fetch, bands: Bands, emit: Emit, rows: int, times: float = 1.0) -> CodecNode:
+    """Quantise the leading `sum(bands)` directions of a fit that `fetch` reads out of scratch, for its first `rows`.
+
+    What is written is `times` as large.
+    """
     rank = sum(bands)
     sides = []
     for side in "uv":
@@ -57,7 +60,7 @@ def encode_bands(fit: CodecNode, fetch: Fetch, bands: Bands, emit: Emit, rows: i
         scales = read_array(fit, side + "s", fetch, "F32", (kept, 1))[:rank]
         sides.append(codes.to(torch.float32) * scales)
     sides[0] = sides[0][:, :rows]
-    return Banded().encode(sides[0], sides[1], bands, emit)
+    return Banded().encode(sides[0], sides[1], bands, emit, times)
 
 
 def _fit(found: Truncation) -> Fit:

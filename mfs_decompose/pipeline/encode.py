@@ -18,7 +18,7 @@ from mfs_decompose.codec.shared import with_shared
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.codec.truncate import truncate
 from mfs_decompose.errors import SourceIncompatible
-from mfs_decompose.linalg.bands import Bands
+from mfs_decompose.linalg.bands import Bands, made_up
 from mfs_decompose.linalg.sums import squared_norm
 from mfs_decompose.pipeline.deltas import same_bits
 from mfs_decompose.pipeline.direct import add_correction, add_residual, emit_to, encode_direct, reader_at
@@ -171,7 +171,9 @@ class Encoder:
             if item.codec == "banded":
                 shape = matrix_shape(item.common.shape)
                 assert shape is not None, "bands are of a matrix"
-                node = encode_bands(fit, reader_at(fits, surveyed.offset), choice.bands, emit_to(output), shape[0])
+                times = _made_up(item, surveyed, shape, choice.bands)
+                scratch = reader_at(fits, surveyed.offset)
+                node = encode_bands(fit, scratch, choice.bands, emit_to(output), shape[0], times)
             else:
                 node, ranges = truncate(fit, choice.steps)
                 copy_ranges(fits, surveyed.offset, ranges, output)
@@ -214,6 +216,16 @@ class Encoder:
             )
         assert not opened.exact or original.digest() == restored.digest(), f"{item.key}: not exact"
         return math.fsum(errors), restored.hexdigest()
+
+
+def _made_up(item: Item, surveyed: Surveyed, shape: tuple[int, int], bands: Bands) -> float:
+    """How many times as large bands are written, where nothing is added to them."""
+    if item.residual is not None:
+        # Coding what is left makes up for it already: a dead zone keeps values that agree in sign with the bands more
+        # often than those that do not. Bands enlarged by what it loses: 4 to 7 % less KL, or 8 to 12 % more.
+        return 1.0
+    energy = surveyed.energy if surveyed.open is None else surveyed.open.energy
+    return made_up(surveyed.explained, energy, shape, sum(bands))
 
 
 def _as_chosen(item: Item, choice: Choice) -> Item:

@@ -14,7 +14,7 @@ from checkpoints import Family
 from benchmarks.frontier import __main__ as frontier
 from benchmarks.frontier import variant as variant_module
 from benchmarks.frontier.distill import distill_scales
-from benchmarks.frontier.foretold import NATS, Foretold
+from benchmarks.frontier.foretold import NATS, NATS_A_TOKEN, Foretold
 from benchmarks.frontier.judge import Judge, summarise
 from benchmarks.frontier.signs import bit_delta_fitted
 from benchmarks.frontier.treatment import AUTO, BASE, ROWS, base_alone
@@ -154,8 +154,21 @@ def test_what_is_foretold_of_directions_left_out_is_the_sum_that_allocation_work
     served = base + (left[:, :7] * s[:7]) @ right[:7]
     assert [(one, count) for one, count, _ in foretold.watch(iter([(name, 3, served)]))] == [(name, 3)]
     expected = float((s[7:] ** 2 * (s[7:] / s[0]) ** 4).sum())
-    assert foretold.drift == pytest.approx(3 * expected, rel=1e-3)  # one layer of three is looked at, for all
-    assert foretold.kl == pytest.approx(NATS * foretold.drift)
+    assert foretold.kl == pytest.approx(NATS * 3 * expected, rel=1e-3)  # one layer of three is looked at, for all
+
+
+@pytest.mark.parametrize("shape", [(90, 24), (24, 40)])
+def test_errors_of_an_embedding_count_by_the_side_that_is_not_tokens(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(6)
+    base, delta = (torch.randn(*shape, generator=generator) * scale for scale in (1.0, 0.1))
+    error = 0.01 * torch.randn(*shape, generator=generator)
+    name = "model.embed_tokens.weight"
+    foretold = Foretold(Work({name: base}, {name: base + delta}))
+    list(foretold.watch(iter([(name, 3, base + delta + error)])))
+    tall = (delta, error) if shape[0] > shape[1] else (delta.mT, error.mT)
+    _, s, right = torch.linalg.svd(tall[0], full_matrices=False)
+    expected = float(((tall[1] @ right.mT) * s).square().sum() / s[0] ** 2)
+    assert foretold.kl == pytest.approx(NATS_A_TOKEN * expected, rel=1e-3)
 
 
 def test_nothing_is_foretold_of_the_variant_itself() -> None:
@@ -164,4 +177,4 @@ def test_nothing_is_foretold_of_the_variant_itself() -> None:
     for base in (own[name], own[name] + 1):
         foretold = Foretold(Work({name: base}, own))
         list(foretold.watch(iter([(name, 0, own[name])])))
-        assert foretold.drift == 0.0
+        assert foretold.kl == 0.0

@@ -317,3 +317,14 @@ class TestVocabularies:
 
     def test_noise_counts_more_there(self) -> None:
         assert loss((130, 33), 2) > loss((99, 33), 2)
+
+
+def test_what_is_written_is_as_many_times_as_large() -> None:
+    delta = decaying(90, 70, seed=12)
+    found, bands = factor(delta), (2, 3, 4, 5, 6)
+    pieces: list[bytes] = []
+    node = _CODEC.encode(found.left, found.right, bands, pieces.append, 1.08)
+    larger = decode(Stored(node, b"".join(pieces)), (90, 70))
+    plain = decode(store(found, bands), (90, 70))
+    assert float((larger - 1.08 * plain).norm() / plain.norm()) < 2**-8  # a gain's last bit
+    assert node.nbytes == store(found, bands).node.nbytes

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mfs_decompose.linalg.bands import (
     ERROR,
+    MOST_MADE_UP,
     NOISE,
     WIDTHS,
     BandLadder,
@@ -21,6 +22,7 @@ from mfs_decompose.linalg.bands import (
     choose_bands,
     direction_bytes,
     loss,
+    made_up,
 )
 
 _ENERGIES = st.lists(st.floats(1e-12, 1e3), min_size=0, max_size=12).map(lambda found: sorted(found, reverse=True))
@@ -137,6 +139,49 @@ def test_the_scale_of_the_energies_does_not_matter(scale: float) -> None:
     shapes = [(200, 70), (64, 500)]
     plain = allocate_bands([(spectrum, shape) for shape in shapes], 3000)
     assert allocate_bands([([e * scale for e in spectrum], shape) for shape in shapes], 3000) == plain
+
+
+@given(_ENERGIES, _SHAPES, st.integers(0, 14), st.floats(0.0, 10.0), st.sampled_from((1e-60, 1.0, 1e60)))
+def test_what_is_made_up_is_bounded_and_of_no_scale(
+    energies: list[float], shape: tuple[int, int], rank: int, beyond: float, scale: float
+) -> None:
+    times = made_up(energies, sum(energies) + beyond, shape, rank)
+    assert 1.0 <= times <= MOST_MADE_UP
+    scaled = [energy * scale for energy in energies]
+    assert made_up(scaled, (sum(energies) + beyond) * scale, shape, rank) == pytest.approx(times)
+    assert made_up(energies, sum(energies) + beyond, shape, rank + 1) <= times or rank == 0
+
+
+def test_nothing_is_made_up_for_where_nothing_is_left_out_or_nothing_kept() -> None:
+    energies = [4.0, 2.0, 1.0]
+    assert made_up(energies, 7.0, (8, 9), 3) == 1.0
+    assert made_up(energies, 7.0, (8, 9), 0) == made_up([], 0.0, (8, 9), 0) == made_up([0.0], 0.0, (8, 9), 1) == 1.0
+    assert made_up(energies, 6.999, (8, 9), 3) == 1.0  # a sum that was rounded
+
+
+def test_directions_that_were_not_fitted_count_as_if_they_were_alike() -> None:
+    known = made_up([9.0, 1.0, 0.5, 0.5, 0.5, 0.5], 12.0, (6, 40), 1)
+    assert made_up([9.0, 1.0], 12.0, (6, 40), 1) == pytest.approx(known)
+    assert known == pytest.approx(1 + (1 + 4 * 0.25) / 81)
+
+
+def test_outputs_on_inputs_like_the_delta_stay_as_they_were_in_the_mean() -> None:
+    import torch
+
+    delta = torch.randn(40, 30, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    u, s, v = torch.linalg.svd(delta, full_matrices=False)
+    s = s * 0.8 ** torch.arange(30)
+    delta = (u * s) @ v
+    for rank in (3, 8, 20):
+        stored = (
+            made_up(s.square().tolist(), float(s.square().sum()), (40, 30), rank) * (u[:, :rank] * s[:rank]) @ v[:rank]
+        )
+        metric = delta.mT @ delta
+        agree = float((stored @ metric * delta).sum() / (delta @ metric * delta).sum())
+        assert agree == pytest.approx(1.0) or rank == 3
+        assert agree > float(
+            ((u[:, :rank] * s[:rank]) @ v[:rank] @ metric * delta).sum() / (delta @ metric * delta).sum()
+        )
 
 
 def test_no_tensor_library_is_loaded() -> None:

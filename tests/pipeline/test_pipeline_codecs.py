@@ -101,6 +101,20 @@ def test_threads_and_order_change_no_byte(name: str, made: dict[str, Path], fami
     assert contents(tmp_path / "art") == contents(made[name])
 
 
+def test_bands_make_up_for_what_they_leave_out(made: dict[str, Path], family: Family, tmp_path: Path) -> None:
+    """Unlike those with a coded rest, which is of the delta as it is."""
+    base, original = read_weights(family.base), read_weights(family.variants["code"])
+    _, banded = back(made["banded"], "code", tmp_path / "banded", dtype="float32")
+    found = []
+    for name in original:
+        if codec_of(made["banded"], "code", name) == "banded":
+            delta, stored = (one[name].double() - base[name].double() for one in (original, banded))
+            metric = delta.mT @ delta
+            found.append(float((stored @ metric * delta).sum() / (delta @ metric * delta).sum()))
+    assert found and all(0.9 < one < 1.1 for one in found)
+    assert sum(found) / len(found) == pytest.approx(1.0, abs=0.01)
+
+
 def test_banded_beats_int4_at_the_same_bytes(made: dict[str, Path], family: Family, tmp_path: Path) -> None:
     recipe = {"deltas.default.codec": "lowrank", "objective.budget": "20%"}
     run(tmp_path / "int4", family.base, family.variants, recipe)

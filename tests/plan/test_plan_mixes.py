@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mfs_decompose.codec.deadzone import DEAD, dead_zone_point
-from mfs_decompose.linalg.bands import ERROR, WIDTHS, Bands, bands_bytes
+from mfs_decompose.linalg.bands import ERROR, WIDTHS, Bands, bands_bytes, made_up
 from mfs_decompose.linalg.dead_curve import RATIOS, DeadCurve, measure_dead_curve
 from mfs_decompose.plan.mixes import (
+    MADE_UP,
     NOISY,
     STEEP,
     WHITE,
@@ -125,6 +126,10 @@ def test_the_drift_of_the_formula_that_the_module_states(data: st.DataObject, ca
     rest = rms_left(candidate, bands) ** 2 * candidate.elements
     white = WHITE * error * (1 - error) * rest * candidate.mean_steep
     expected = candidate.weight * (error**2 * (out + NOISY * noise) + white)
+    if not mix.step:
+        times = made_up(candidate.explained, candidate.energy, SHAPE, len(widths))
+        expected *= 1.0 - MADE_UP * (times - 1.0) ** 0.5
+        assert 0.7 * candidate.weight * (out + NOISY * noise) <= expected
     assert mix_drift(candidate, mix) == pytest.approx(expected, rel=1e-6, abs=1e-7 * candidate.weight)
 
 
