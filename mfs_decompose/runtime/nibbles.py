@@ -16,7 +16,7 @@ NIBBLE = 16
 
 
 def pack_nibbles(form: Form) -> Form:
-    """Factors of int8 with one scale a direction, of which large ones hold directions of at most 4 bits as nibbles.
+    """Factors of int8, of which large ones hold directions of at most 4 bits as nibbles.
 
     Those directions then come last on both sides.
     """
@@ -34,15 +34,16 @@ def pack_nibbles(form: Form) -> Form:
     return LowRank(left, right)
 
 
-def spread(codes: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
-    """int8 [R, N]: codes as they are, then those of the low and of the high halves, sixteenfold.
+def spread(codes: torch.Tensor, nibbles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """int8 [R, N]: codes as they are, then those of the low and of the high halves, sixteenfold; in `out` if given.
 
     Sixteenfold a half needs one pass each, and stays signed.
     """
     pairs, first = nibbles.shape[0], codes.shape[0]
     if not pairs:
         return codes
-    out = codes.new_empty(first + 2 * pairs, nibbles.shape[1])
+    if out is None:
+        out = codes.new_empty(first + 2 * pairs, nibbles.shape[1])
     if first:
         out[:first].copy_(codes)
     torch.mul(nibbles, NIBBLE, out=out[first : first + pairs])  # wraps: what was in the high half is gone
@@ -51,7 +52,7 @@ def spread(codes: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
 
 
 def _packs(factor: Factor) -> bool:
-    return factor.codes.dtype == torch.int8 and factor.nibbles is None and factor.by_direction
+    return factor.codes.dtype == torch.int8 and factor.nibbles is None
 
 
 def _is_small(factor: Factor) -> torch.Tensor:

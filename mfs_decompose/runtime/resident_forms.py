@@ -48,12 +48,11 @@ class Factor:
     def columns(self, start: int, stop: int) -> Factor:
         """Values start..stop of every direction; memory is shared."""
         codes, first = self.codes[:, start:stop], self.first + start
-        if self.by_direction or first % GROUP:
-            nibbles = None if self.nibbles is None else self.nibbles[:, start:stop]
+        nibbles = None if self.nibbles is None else self.nibbles[:, start:stop]
+        if self.scales is None or self.by_direction:
             return replace(self, codes=codes, first=first, nibbles=nibbles)
-        assert self.scales is not None
         scales = self.scales[:, first // GROUP : -(-(first + codes.shape[1]) // GROUP)]
-        return replace(self, codes=codes, scales=scales, first=0)
+        return replace(self, codes=codes, scales=scales, first=first % GROUP, nibbles=nibbles)
 
     def whole_codes(self) -> torch.Tensor:
         """Codes of all directions [R, N], nibbles as int8; the codes themselves where no direction lies in nibbles."""
@@ -198,7 +197,8 @@ class Csr:
 
     def values(self) -> torch.Tensor:
         """fp32 [N]."""
-        return self.codes if self.levels is None else self.levels[self.codes.to(torch.int32)]
+        # index_select: as an index a tensor takes three times as long here.
+        return self.codes if self.levels is None else self.levels.index_select(0, self.codes.to(torch.int32))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return _present(self.offsets, self.columns, self.codes, self.levels)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -60,9 +58,7 @@ def test_nibbles_hold_the_same_values(whole: int, small: int, half: bool, which:
 
 def test_what_is_not_of_small_integers_is_not_packed(packs_all: None) -> None:
     form = factors(6, 1, small=6)
-    grouped = replace(form.left, scales=torch.ones(6, 2))
     for other in (
-        LowRank(grouped, form.right),
         LowRank(Factor(torch.randn(6, OUT)), form.right),
         factors(6, 2),
         Rows(None, torch.ones(2, IN), None, False),

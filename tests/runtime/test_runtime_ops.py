@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from mfs_decompose.errors import UsageError
 from mfs_decompose.linalg.packing import pack_bits, packed_bytes
-from mfs_decompose.runtime.ops import cpu
+from mfs_decompose.runtime import nibbles
+from mfs_decompose.runtime.nibbles import pack_nibbles
+from mfs_decompose.runtime.ops import factors
 from mfs_decompose.runtime.ops.cpu import CpuOps
 from mfs_decompose.runtime.ops.dispatch import choose_ops
 from mfs_decompose.runtime.ops.reference import ReferenceOps
-from mfs_decompose.runtime.resident_forms import Csr, Ell, Factor, Form, LowRank, Packed, Rows
+from mfs_decompose.runtime.resident_forms import Csr, Ell, Factor, Form, LowRank, Packed, Rows, cut_rows
 
 SIZES = st.integers(1, 140)
 
@@ -98,9 +100,40 @@ def test_factors_in_pieces(rows: int, columns: int, tokens: int, data: st.DataOb
     answers = [y.clone(), y.clone()]
     ReferenceOps().add(form, x, answers[0])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cpu, "_PIECE", data.draw(st.sampled_from([1, 640, 1000])))
+        patched.setattr(factors, "_PIECE", data.draw(st.sampled_from([1, 640, 1000])))
         CpuOps().add(form, x, answers[1])
     assert torch.allclose(answers[0], answers[1], rtol=1e-4, atol=1e-4 * (1 + float(answers[0].abs().max())))
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.booleans(), st.data())
+def test_nibbles_with_scales_of_groups(rows: int, columns: int, half: bool, data: st.DataObject) -> None:
+    """As a vocabulary's factor has them, whole and in parts that begin inside of a group."""
+    draw = torch.Generator().manual_seed(rows * 1000 + columns)
+    sides = []
+    for length in (rows, columns):
+        codes = torch.randint(-8, 8, (7, length), generator=draw, dtype=torch.int8)
+        groups = data.draw(st.sampled_from([1, -(-length // 64)]))
+        sides.append(Factor(codes, torch.rand(7, groups, generator=draw), half))
+    start = data.draw(st.integers(0, rows - 1))
+    stop = data.draw(st.integers(start + 1, rows))
+    ids = torch.randint(0, stop - start, (3,), generator=draw)
+    plain = cut_rows(LowRank(*sides), start, stop)
+    x, y, z = (torch.randn(3, length, generator=draw) for length in (columns, stop - start, columns))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(nibbles, "LARGE", data.draw(st.sampled_from([0, 7 * max(rows, columns)])))
+        patched.setattr(factors, "_PIECE", data.draw(st.sampled_from([1, 640, 1 << 18])))
+        packed = cut_rows(pack_nibbles(LowRank(*sides)), start, stop)
+        assert "int4" in packed.name
+        answers = []
+        for ops, form in ((ReferenceOps(), plain), (CpuOps(), packed), (ReferenceOps(), packed)):
+            found = y.clone(), z.clone(), z.clone()
+            ops.add(form, x, found[0])
+            ops.add_transposed(form, y, found[1])
+            ops.look_up(form, ids, stop - start, found[2])
+            answers.append(found)
+    for other in answers[1:]:
+        for one, two in zip(answers[0], other, strict=True):
+            assert torch.allclose(one, two, rtol=1e-4, atol=1e-4 * (1 + float(one.abs().max())))
 
 
 @given(SIZES, SIZES, st.integers(1, 9), st.data())

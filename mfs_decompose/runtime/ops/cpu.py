@@ -11,11 +11,10 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-from mfs_decompose.linalg.shapes import GROUP
 from mfs_decompose.runtime.ops.dense import to_dense, unpack
-from mfs_decompose.runtime.resident_forms import Csr, Ell, Factor, Form, LowRank, Packed, Rows
+from mfs_decompose.runtime.ops.factors import expand, pick, shrink
+from mfs_decompose.runtime.resident_forms import Csr, Ell, Form, LowRank, Packed, Rows
 
-_PIECE = 1 << 17  # elements of a factor widened at a time: half a MiB
 _BLOCK = 1 << 18  # elements of a packed matrix unpacked at a time: 1 MiB stays in the cache
 
 
@@ -27,7 +26,7 @@ class CpuOps:
 
     def add(self, form: Form, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
         if isinstance(form, LowRank):
-            _add_low_rank(form, x_TI, y_TO)
+            expand(form.left, shrink(form.right, x_TI), y_TO)
         elif isinstance(form, Ell):
             # A bag of columns a row, weighted: x^T is the table.
             y_TO += functional.embedding_bag(
@@ -65,7 +64,7 @@ class CpuOps:
 
     def look_up(self, form: Form, ids_N: torch.Tensor, rows: int, values_NI: torch.Tensor) -> None:
         if isinstance(form, LowRank):
-            values_NI.addmm_(_picked(form.left, ids_N).mT, form.right.values())
+            expand(form.right, pick(form.left, ids_N), values_NI)
         elif isinstance(form, Ell):
             entries = form.values()[ids_N]
             values_NI.scatter_add_(1, form.columns.to(torch.int32)[ids_N].to(torch.int64), entries)
@@ -76,58 +75,6 @@ class CpuOps:
             values_NI += unpack(Packed(form.codes[ids_N], form.bits, form.levels, scales, form.width))
         else:
             _look_up_rows(form, ids_N, values_NI)
-
-
-def _add_low_rank(form: LowRank, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
-    """Factors are widened a piece at a time, which stays in the cache; small ones in one.
-
-    What scales a whole direction goes to the few numbers between the factors instead of into every code, the halves of
-    such codes beside them: a pass over the codes costs as much as a product.
-    """
-    left, right = form.left, form.right
-    inner_TR = None
-    for start, stop in _pieces(right):
-        x = x_TI if stop - start == x_TI.shape[1] else x_TI[:, start:stop]
-        product = functional.linear(x, _unscaled(right, start, stop))
-        inner_TR = product if inner_TR is None else inner_TR.add_(product)
-    assert inner_TR is not None
-    if right.half and right.by_direction:
-        inner_TR.add_(x_TI.sum(dim=1, keepdim=True), alpha=0.5)
-    for side in (right, left):
-        if side.scales is not None and side.by_direction:
-            inner_TR.mul_(side.scales.mT)
-    for start, stop in _pieces(left):
-        y = y_TO if stop - start == y_TO.shape[1] else y_TO[:, start:stop]
-        y.addmm_(inner_TR, _unscaled(left, start, stop))
-    if left.half and left.by_direction:
-        y_TO.add_(inner_TR.sum(dim=1, keepdim=True), alpha=0.5)
-
-
-def _picked(factor: Factor, at_N: torch.Tensor) -> torch.Tensor:
-    """Some values of every direction, fp32 [R, N]."""
-    nibbles = None if factor.nibbles is None else factor.nibbles[:, at_N]
-    scales = factor.scales
-    if scales is not None and not factor.by_direction:
-        wide = factor.codes[:, at_N].to(torch.float32).add_(0.5 if factor.half else 0.0)
-        return wide * scales[:, (at_N + factor.first) // GROUP]
-    return Factor(factor.codes[:, at_N], scales, factor.half, nibbles=nibbles).values()
-
-
-def _unscaled(factor: Factor, start: int, stop: int) -> torch.Tensor:
-    """Values start..stop of every direction, fp32; the codes alone where scales and halves are of whole directions."""
-    if factor.by_direction:
-        return factor.columns(start, stop).whole_codes().to(torch.float32)
-    whole = stop - start == factor.codes.shape[1]
-    return (factor if whole else factor.columns(start, stop)).values()
-
-
-def _pieces(factor: Factor) -> list[tuple[int, int]]:
-    """Columns start..stop; one piece where nothing has to be widened, or not much."""
-    rank, length = factor.rank, factor.codes.shape[1]
-    if rank * length <= _PIECE or (factor.scales is None and factor.codes.dtype == torch.float32):
-        return [(0, length)]
-    step = max(GROUP, _PIECE // max(rank, 1) // GROUP * GROUP)
-    return [(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def _sparse(form: Csr, rows: int) -> torch.Tensor:
