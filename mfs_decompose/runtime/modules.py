@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,14 @@ from mfs_decompose.runtime.digits import input_digits
 from mfs_decompose.runtime.ops.dispatch import Ops
 from mfs_decompose.runtime.resident_forms import Rows
 from mfs_decompose.runtime.stack_layout import columns
-from mfs_decompose.runtime.stacks import MOST_ROWS, Stacks
+from mfs_decompose.runtime.stacks import MOST_ROWS, Chosen, Stacks
+
+
+class _Way(NamedTuple):
+    """The groups whose variants change a layer, and the stacks that serve all of them together, None for none."""
+
+    changed: list[Group]
+    chosen: Chosen | None
 
 
 class FamilyLinear(nn.Module):
@@ -53,6 +60,7 @@ class FamilyLinear(nn.Module):
         self._biases: dict[int, torch.Tensor] = {}
         self._served: set[int] = set()
         self._has_rest = False
+        self._last: tuple[BatchPlan, int, _Way] | None = None
         self._in_out, self._head = stored_in_out, head
         assert isinstance(original.weight, torch.Tensor)
         bias = original.bias
@@ -81,6 +89,7 @@ class FamilyLinear(nn.Module):
     def _note(self) -> None:
         self._served = self._deltas.keys() | self._biases.keys()
         self._has_rest = bool(self._biases) or any(delta.placed for delta in self._rest.values())
+        self._last = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -98,8 +107,8 @@ class FamilyLinear(nn.Module):
         plan = self._slot.logits_plan if self._head else self._slot.plan
         if self._outputs > y.shape[-1]:
             y = functional.pad(y, (0, self._outputs - y.shape[-1]))
-        changed = [group for group in plan.over(x.numel() // x.shape[-1]) if group.variant in self._served]
-        if not changed:
+        way = self._way(plan, x.numel() // x.shape[-1])
+        if not way.changed:
             return y
         if y.requires_grad:
             raise UsageError(
@@ -107,24 +116,32 @@ class FamilyLinear(nn.Module):
                 hint="call the model inside `with torch.inference_mode():`",
             )
         x_TI, y_TO = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        if self._stacks is None or x_TI.shape[0] > MOST_ROWS or not self._stacks.serves(plan):
-            self._add(changed, self._deltas, x_TI, y_TO)
+        if way.chosen is None or x_TI.shape[0] > MOST_ROWS:
+            self._add(way.changed, self._deltas, x_TI, y_TO)
             return y
         wide, digits = x_TI if x.dtype == torch.float32 else x_TI.to(torch.float32), None
-        if self._stacks.takes_digits(plan):
+        if way.chosen.integers:
             digits = self._slot.once(x, lambda: input_digits(wide))
         endless = None if digits is None or digits.endless is None else y_TO.clone()
         whole = y_TO if y.dtype == torch.float32 else y_TO.to(torch.float32)
-        self._stacks.add(plan, wide, digits, whole)
+        way.chosen.add(plan, wide, digits, whole)
         if self._has_rest:
-            self._add(changed, self._rest, x_TI, whole)
+            self._add(way.changed, self._rest, x_TI, whole)
         if whole is not y_TO:
             y_TO.copy_(whole)
         if endless is not None:
             assert digits is not None and digits.endless is not None
-            self._add(changed, self._deltas, x_TI, endless)
+            self._add(way.changed, self._deltas, x_TI, endless)
             y_TO[digits.endless] = endless[digits.endless]
         return y
+
+    def _way(self, plan: BatchPlan, rows: int) -> _Way:
+        """How rows under a plan are answered; that of the last plan is kept, as steps of decoding are alike."""
+        if self._last is None or self._last[0] is not plan or self._last[1] != rows:
+            changed = [group for group in plan.over(rows) if group.variant in self._served]
+            chosen = None if self._stacks is None else self._stacks.choose(plan)
+            self._last = plan, rows, _Way(changed, chosen)
+        return self._last[2]
 
     def _add(self, groups: list[Group], deltas: Mapping[int, Delta], x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
         for variant, start, stop in groups:

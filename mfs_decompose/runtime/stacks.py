@@ -8,7 +8,7 @@ alone: which variants the other rows belong to changes no bit of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional
@@ -38,15 +38,19 @@ class _Stack(Layout):
     """
 
     owners: tuple[tuple[int, int], ...] = ()
+    _foreign: tuple[BatchPlan, torch.Tensor] | None = None  # of the last plan
 
     def prepare(self) -> None:
         self.owners = tuple((member.variant, member.rank) for member in self.members)
+        self._foreign = None
 
     def add(self, plan: BatchPlan, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
         """Add the deltas to `y`, fp32, in place."""
         left, right = self.joined
         hidden_TR = functional.linear(x_TI, right)
-        hidden_TR.masked_fill_(plan.foreign(self.owners, x_TI.device), 0.0)
+        if self._foreign is None or self._foreign[0] is not plan:
+            self._foreign = plan, plan.foreign(self.owners, x_TI.device)
+        hidden_TR.masked_fill_(self._foreign[1], 0.0)
         columns(y_TO, self.start, self.stop).addmm_(hidden_TR, left)
 
 
@@ -84,23 +88,27 @@ class Stacks:
         self._stacks = [stack for stack in self._stacks if stack.members]
         self._integers = [stack for stack in self._integers if stack.members]
 
-    def serves(self, plan: BatchPlan) -> bool:
-        """Whether `add` is for such steps: where all rows are one variant's, its own fp32 factors are less to read."""
-        return not plan.uniform or not any(plan.variants[0] in stack.variants for stack in self._stacks)
+    def choose(self, plan: BatchPlan) -> Chosen | None:
+        """The stacks of a plan's variants; None where all rows are one's whose own fp32 factors are less to read."""
+        if plan.uniform and any(plan.variants[0] in stack.variants for stack in self._stacks):
+            return None
+        floats = [stack for stack in self._stacks if not stack.variants.isdisjoint(plan.variants)]
+        return Chosen(floats, [stack for stack in self._integers if not stack.variants.isdisjoint(plan.variants)])
 
-    def takes_digits(self, plan: BatchPlan) -> bool:
-        """Whether `add` needs the inputs as digits under a plan."""
-        return any(not stack.variants.isdisjoint(plan.variants) for stack in self._integers)
+
+class Chosen(NamedTuple):
+    """The stacks that add to the rows of a plan; `integers` need the inputs as digits."""
+
+    floats: list[_Stack]
+    integers: list[IntegerStack]
 
     def add(self, plan: BatchPlan, x_TI: torch.Tensor, digits: Inputs | None, y_TO: torch.Tensor) -> None:
         """Add the deltas to `y`, fp32, in place, of all rows of the plan."""
-        for stack in self._stacks:
-            if not stack.variants.isdisjoint(plan.variants):
-                stack.add(plan, x_TI, y_TO)
-        for integers in self._integers:
-            if not integers.variants.isdisjoint(plan.variants):
-                assert digits is not None, "`takes_digits` said so"
-                integers.add(plan, x_TI, digits, y_TO)
+        for stack in self.floats:
+            stack.add(plan, x_TI, y_TO)
+        for integers in self.integers:
+            assert digits is not None, "integers need them"
+            integers.add(plan, x_TI, digits, y_TO)
 
 
 def _stack_for(stacks: list[S], kind: type[S], start: int, stop: int, rank: int, most: int) -> S:

@@ -15,7 +15,7 @@ from mfs_decompose.runtime.modules import FamilyLinear
 from mfs_decompose.runtime.ops.cpu import CpuOps
 from mfs_decompose.runtime.ops.reference import ReferenceOps
 from mfs_decompose.runtime.resident_forms import Factor, Form, LowRank, Placed, Rows
-from mfs_decompose.runtime.stacks import MOST_RANK, MOST_ROWS, Stacks
+from mfs_decompose.runtime.stacks import MOST_RANK, MOST_ROWS, Chosen, Stacks
 
 OUT, IN = 37, 21
 RANKS = (3, 7, 1, 24, 30)  # the last does not fit beside the others
@@ -102,11 +102,35 @@ def test_many_rows_and_single_variants_go_group_by_group(monkeypatch: pytest.Mon
         for variant in range(2):
             layer.attach(variant, whole(low_rank(3, variant)))
     calls: list[int] = []
-    before = Stacks.add
-    monkeypatch.setattr(Stacks, "add", lambda self, plan, *rest: (calls.append(plan.rows), before(self, plan, *rest)))
+    before = Chosen.add
+    monkeypatch.setattr(Chosen, "add", lambda self, plan, *rest: (calls.append(plan.rows), before(self, plan, *rest)))
     for rows in ((0, 1) * (MOST_ROWS // 2), (0,) * 5, (0, 1) * MOST_ROWS, (BASE, 1, BASE)):
         check(slot, both, rows)
     assert calls == [MOST_ROWS, 3]
+
+
+def test_what_is_kept_of_a_plan_ends_when_variants_come_or_go() -> None:
+    slot, both = layers()
+    for step in range(5):
+        for layer in both:
+            if step < 3:
+                layer.attach(step, whole(low_rank(3 + step, step)))
+            else:
+                layer.detach(step - 3)
+        check(slot, both)
+        check(slot, both, (0,) * 9)
+
+
+@torch.inference_mode()
+def test_a_plan_for_any_rows_answers_as_many_as_come() -> None:
+    slot, both = layers()
+    for layer in both:
+        layer.attach(0, whole(low_rank(3, 1)))
+    with slot.use(BatchPlan.only(0)):
+        for rows in (1, 5, 5, MOST_ROWS + 1, 2):
+            x = torch.randn(1, rows, IN)
+            slow, found = (layer(x) for layer in both)
+            assert torch.allclose(slow, found, rtol=1e-5, atol=1e-5)
 
 
 def test_other_variants_in_the_other_rows_change_no_bit() -> None:
