@@ -1,26 +1,40 @@
 """Low-rank deltas of several variants as one product of integers: the codes are multiplied as they are stored.
 
-`h = x right^T` with x as digits, h = 0 where a column is another variant's, `y += h left` with h as digits. Sums of
-integers are exact, so that a row's bits do not depend on its neighbours.
+`h = x right^T` with x as digits (`integer_rights`), h = 0 where a column is another variant's, `y += h left` with h as
+digits. Sums of integers are exact, so that a row's bits do not depend on its neighbours.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from mfs_decompose.runtime.batch_plan import BatchPlan
-from mfs_decompose.runtime.digits import LONGEST, Inputs, has_exact_products, join_digits, to_digits
+from mfs_decompose.runtime.digits import LONGEST, has_exact_products, join_digits
 from mfs_decompose.runtime.nibbles import NIBBLE, spread
 from mfs_decompose.runtime.resident_forms import Factor, LowRank
 from mfs_decompose.runtime.stack_layout import Layout, Member, columns
 
 MOST_RANK = 1024
 """Of one stack of several members."""
-_PIECE = 1 << 21  # codes that are spread at a time
+PIECE = 1 << 21
+"""Codes that are spread at a time."""
 _SCALES = 2.0**60  # between this and its inverse no product of scales, codes and digits leaves fp32
+_MOST_POWER = 100
+
+
+class Hidden(NamedTuple):
+    """h of one stack: digits int8 [DIGITS * T, R] in the order of its left factors, and what a row of them counts.
+
+    halves [T, 1] is what the halves of the left codes come to, in units; None where codes have none.
+    """
+
+    codes: torch.Tensor
+    halves: torch.Tensor | None
+    unit: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -30,57 +44,43 @@ class IntegerStack(Layout):
     Columns of h lie as the right factors are spread; vectors along them are of fp32.
     """
 
-    _vectors: _Vectors | None = None
-    _masked: tuple[BatchPlan | None, torch.Tensor] = (None, torch.empty(0))  # scales [T, R] of the last plan
+    _vectors: Vectors | None = None
     _alone: dict[int, list[IntegerStack]] = field(default_factory=dict)
 
+    @property
+    def vectors(self) -> Vectors:
+        assert self._vectors is not None, "it has members"
+        return self._vectors
+
     def prepare(self) -> None:
-        self._vectors = _Vectors.of(self.members)
-        self._masked, self._alone = (None, torch.empty(0)), {}
+        self._vectors = Vectors.of(self.members)
+        self._alone = {}
 
-    def add(self, plan: BatchPlan, x_TI: torch.Tensor, x: Inputs, y_TO: torch.Tensor) -> None:
-        """Add the deltas to `y`, fp32, in place; `x` is `x_TI` in digits."""
-        assert self._vectors is not None
-        if not plan.uniform:
-            if self._masked[0] is not plan:
-                self._masked = plan, self._vectors.of_rows(plan)
-            self._add(x, self._masked[1], y_TO)
-            return
-        # Where all rows are one variant's, its own factors are less to read.
-        for stack in self._of(plan.variants[0]):
-            assert stack._vectors is not None
-            stack._add(x, stack._vectors.scales, y_TO)
-
-    def _of(self, variant: int) -> list[IntegerStack]:
+    def of(self, variant: int) -> list[IntegerStack]:
+        """A variant's own factors: less to read where all rows are its."""
         if variant not in self._alone:
             own = [member for member in self.members if member.variant == variant]
-            self._alone[variant] = [IntegerStack(self.start, self.stop, [one], joined=one.tensors) for one in own]
+            variants = frozenset([variant])
+            self._alone[variant] = [
+                IntegerStack(self.start, self.stop, [one], variants, joined=one.tensors) for one in own
+            ]
             for stack in self._alone[variant]:
                 stack.prepare()
         return self._alone[variant]
 
-    def _add(self, x: Inputs, scales: torch.Tensor, y_TO: torch.Tensor) -> None:
-        left, left_nibbles, right, right_nibbles = self.joined
-        known = self._vectors
-        assert known is not None
-        hidden_TR = join_digits(_times_transpose(x.codes, right, right_nibbles))
-        if known.right_halves is not None:
-            hidden_TR.addr_(x.sums, known.right_halves)
-        hidden_TR.mul_(scales)
-        if known.order is not None:
-            hidden_TR = hidden_TR.index_select(1, known.order)
-        codes, unit = to_digits(hidden_TR)
-        halves = None if known.left_halves is None else torch.mv(hidden_TR, known.left_halves).unsqueeze(1).div_(unit)
-        unit.mul_(x.unit)
+    def expand(self, hidden: Hidden, y_TO: torch.Tensor) -> None:
+        """`y += h left`, fp32, in place."""
+        left, nibbles = self.joined[:2]
         length = left.shape[1]
-        step = length if not left_nibbles.shape[0] else max(64, _PIECE // known.scales.numel() // 64 * 64)
-        if length <= step:
-            _add_sums(codes, spread(left, left_nibbles), halves, unit, columns(y_TO, self.start, self.stop))
-            return
+        step = length if not nibbles.shape[0] else max(64, PIECE // hidden.codes.shape[1] // 64 * 64)
         for at in range(0, length, step):
             stop = min(at + step, length)
-            part = spread(left[:, at:stop], left_nibbles[:, at:stop])
-            _add_sums(codes, part, halves, unit, columns(y_TO, self.start + at, self.start + stop))
+            whole = stop - at == length
+            part = spread(left, nibbles) if whole else spread(left[:, at:stop], nibbles[:, at:stop])
+            sums = join_digits(torch._int_mm(hidden.codes, part))
+            if hidden.halves is not None:
+                sums.add_(hidden.halves)
+            columns(y_TO, self.start + at, self.start + stop).add_(sums.mul_(hidden.unit))
 
 
 def integer_member(variant: int, form: LowRank) -> Member | None:
@@ -110,39 +110,14 @@ def _fits(factor: Factor) -> bool:
     return bool(((sizes == 0) | ((sizes > 1 / _SCALES) & (sizes < _SCALES))).all())
 
 
-def _times_transpose(digits: torch.Tensor, codes: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
-    """int32 [D T, R].
-
-    The large matrix comes first, as it is then read where it lies; of the second one a copy is made.
-    """
-    length, rank = codes.shape[1], codes.shape[0] + 2 * nibbles.shape[0]
-    if not nibbles.shape[0] or rank * length <= _PIECE:
-        return torch._int_mm(spread(codes, nibbles), digits.mT).mT.contiguous()
-    step, sums = max(64, _PIECE // rank // 64 * 64), None
-    for at in range(0, length, step):
-        part = spread(codes[:, at : at + step], nibbles[:, at : at + step])
-        product = torch._int_mm(part, digits[:, at : at + step].contiguous().mT)
-        sums = product if sums is None else sums.add_(product)
-    assert sums is not None
-    return sums.mT.contiguous()
-
-
-def _add_sums(
-    digits: torch.Tensor, codes: torch.Tensor, halves: torch.Tensor | None, unit: torch.Tensor, y_TO: torch.Tensor
-) -> None:
-    sums = join_digits(torch._int_mm(digits, codes))
-    if halves is not None:
-        sums.add_(halves)
-    y_TO.add_(sums.mul_(unit))
-
-
 @dataclass(frozen=True, eq=False)
-class _Vectors:
+class Vectors:
     """What goes with the columns of h.
 
     Attributes:
         owners: int16 [R], variants.
-        scales: of both factors together.
+        scales: of both factors together, over 2^power of the column's variant.
+        powers: by variant, such that its h is about 1 where x is: other stacks' h may share its unit then.
         right_halves: what each code of the right factors lacks, None where nothing.
         left_halves: the same of the left ones, as those are spread.
         order: the columns as the left factors are spread, None where that is as the right ones are.
@@ -150,12 +125,13 @@ class _Vectors:
 
     owners: torch.Tensor
     scales: torch.Tensor
+    powers: dict[int, int]
     right_halves: torch.Tensor | None
     left_halves: torch.Tensor | None
     order: torch.Tensor | None
 
     @classmethod
-    def of(cls, members: Sequence[Member]) -> _Vectors:
+    def of(cls, members: Sequence[Member]) -> Vectors:
         starts, rows = [], 0
         for member in members:
             starts.append(rows)
@@ -166,21 +142,23 @@ class _Vectors:
         times = [torch.cat([_times(factor) for factor in side]) for side in sides]
         halves = [torch.cat([_halves(factor) for factor in side]) for side in sides]
         owners = torch.cat([torch.full((one.rank,), one.variant, dtype=torch.int16) for one in members])
-        scales = torch.cat([_scales(one.form) for one in members]) / (times[0] * times[1])
+        scales = [_scales(one.form) for one in members]
+        sizes = [_size(one.form.right, own) for one, own in zip(members, scales, strict=True)]
+        powers = {
+            variant: _power(max(size for one, size in zip(members, sizes, strict=True) if one.variant == variant))
+            for variant in {one.variant for one in members}
+        }
+        even = [own * math.ldexp(1.0, -powers[one.variant]) for one, own in zip(members, scales, strict=True)]
         place = torch.empty_like(right)
         place[right] = torch.arange(rows)
         return cls(
             owners[right],
-            scales[right],
+            (torch.cat(even) / (times[0] * times[1]))[right],
+            powers,
             halves[1][right] if bool(halves[1].any()) else None,
             halves[0][left] if bool(halves[0].any()) else None,
             None if torch.equal(left, right) else place[left],
         )
-
-    def of_rows(self, plan: BatchPlan) -> torch.Tensor:
-        """Scales [T, R], zero where a column is not of the row's own variant."""
-        rows = torch.tensor(plan.row_variants, dtype=torch.int16).unsqueeze(1)
-        return (rows == self.owners) * self.scales
 
 
 def _spread_order(factors: Sequence[Factor], starts: Sequence[int]) -> torch.Tensor:
@@ -211,3 +189,12 @@ def _scales(form: LowRank) -> torch.Tensor:
         if side.scales is not None:
             scales = scales * side.scales[:, 0]
     return scales
+
+
+def _size(factor: Factor, scales: torch.Tensor) -> float:
+    """The largest code, scaled."""
+    return float((factor.whole_codes().to(torch.int16).abs().amax(dim=1) * scales.abs()).max())
+
+
+def _power(size: float) -> int:
+    return max(-_MOST_POWER, min(_MOST_POWER, math.frexp(size)[1]))

@@ -7,7 +7,7 @@ the plan of the step. Names of shapes: T rows of the step, I inputs, O outputs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,10 +19,14 @@ from mfs_decompose.errors import UsageError
 from mfs_decompose.runtime.batch_plan import BASE, BatchPlan, Group, PlanSlot
 from mfs_decompose.runtime.changes import Change, Delta
 from mfs_decompose.runtime.digits import input_digits
+from mfs_decompose.runtime.integer_rights import Rights, Shrunk
+from mfs_decompose.runtime.integer_stacks import IntegerStack
 from mfs_decompose.runtime.ops.dispatch import Ops
 from mfs_decompose.runtime.resident_forms import Rows
 from mfs_decompose.runtime.stack_layout import columns
 from mfs_decompose.runtime.stacks import MOST_ROWS, Chosen, Stacks
+
+_RIGHTS = 4  # sets of variants whose joined right factors are kept
 
 
 class _Way(NamedTuple):
@@ -61,6 +65,8 @@ class FamilyLinear(nn.Module):
         self._served: set[int] = set()
         self._has_rest = False
         self._last: tuple[BatchPlan, int, _Way] | None = None
+        self._siblings: Sequence[FamilyLinear] = (self,)
+        self._rights: dict[tuple[IntegerStack, ...], Rights] = {}
         self._in_out, self._head = stored_in_out, head
         assert isinstance(original.weight, torch.Tensor)
         bias = original.bias
@@ -90,6 +96,13 @@ class FamilyLinear(nn.Module):
         self._served = self._deltas.keys() | self._biases.keys()
         self._has_rest = bool(self._biases) or any(delta.placed for delta in self._rest.values())
         self._last = None
+        for one in self._siblings:
+            one._rights.clear()
+
+    def join(self, siblings: Sequence[FamilyLinear]) -> None:
+        """Right factors are multiplied together with those of layers, this one among them, that are given the same
+        tensor one after another."""
+        self._siblings = siblings
 
     @property
     def weight(self) -> torch.Tensor:
@@ -119,21 +132,34 @@ class FamilyLinear(nn.Module):
         if way.chosen is None or x_TI.shape[0] > MOST_ROWS:
             self._add(way.changed, self._deltas, x_TI, y_TO)
             return y
-        wide, digits = x_TI if x.dtype == torch.float32 else x_TI.to(torch.float32), None
-        if way.chosen.integers:
-            digits = self._slot.once(x, lambda: input_digits(wide))
-        endless = None if digits is None or digits.endless is None else y_TO.clone()
+        wide = x_TI if x.dtype == torch.float32 else x_TI.to(torch.float32)
+        shrunk = self._shrink(plan, x, wide) if way.chosen.integers else None
+        endless = None if shrunk is None or shrunk.inputs.endless is None else y_TO.clone()
         whole = y_TO if y.dtype == torch.float32 else y_TO.to(torch.float32)
-        way.chosen.add(plan, wide, digits, whole)
+        way.chosen.add(plan, wide, {} if shrunk is None else shrunk.found, whole)
         if self._has_rest:
             self._add(way.changed, self._rest, x_TI, whole)
         if whole is not y_TO:
             y_TO.copy_(whole)
         if endless is not None:
-            assert digits is not None and digits.endless is not None
+            assert shrunk is not None and shrunk.inputs.endless is not None
             self._add(way.changed, self._deltas, x_TI, endless)
-            y_TO[digits.endless] = endless[digits.endless]
+            y_TO[shrunk.inputs.endless] = endless[shrunk.inputs.endless]
         return y
+
+    def _shrink(self, plan: BatchPlan, x: torch.Tensor, wide_TI: torch.Tensor) -> Shrunk:
+        """What integer factors make of inputs, of the siblings too: they come with the same inputs next."""
+        shrunk = self._slot.once(x, lambda: Shrunk(input_digits(wide_TI)))
+        own = self._way(plan, wide_TI.shape[0]).chosen
+        if own is not None and own.integers[0] not in shrunk.found:
+            ways = [one._way(plan, wide_TI.shape[0]).chosen for one in self._siblings]
+            stacks = tuple(stack for chosen in ways if chosen is not None for stack in chosen.integers)
+            if stacks not in self._rights:
+                if len(self._rights) >= _RIGHTS:
+                    self._rights.clear()
+                self._rights[stacks] = Rights(stacks)
+            shrunk.found.update(self._rights[stacks].shrink(plan, shrunk.inputs))
+        return shrunk
 
     def _way(self, plan: BatchPlan, rows: int) -> _Way:
         """How rows under a plan are answered; that of the last plan is kept, as steps of decoding are alike."""

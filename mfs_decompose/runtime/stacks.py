@@ -7,6 +7,7 @@ alone: which variants the other rows belong to changes no bit of a row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -15,9 +16,8 @@ from torch.nn import functional
 
 from mfs_decompose.runtime.batch_plan import BatchPlan
 from mfs_decompose.runtime.changes import Delta
-from mfs_decompose.runtime.digits import Inputs
 from mfs_decompose.runtime.integer_stacks import MOST_RANK as MOST_INTEGER_RANK
-from mfs_decompose.runtime.integer_stacks import IntegerStack, integer_member
+from mfs_decompose.runtime.integer_stacks import Hidden, IntegerStack, integer_member
 from mfs_decompose.runtime.resident_forms import Factor, LowRank
 from mfs_decompose.runtime.stack_layout import Layout, Member, columns
 
@@ -93,22 +93,26 @@ class Stacks:
         if plan.uniform and any(plan.variants[0] in stack.variants for stack in self._stacks):
             return None
         floats = [stack for stack in self._stacks if not stack.variants.isdisjoint(plan.variants)]
-        return Chosen(floats, [stack for stack in self._integers if not stack.variants.isdisjoint(plan.variants)])
+        integers = [stack for stack in self._integers if not stack.variants.isdisjoint(plan.variants)]
+        if plan.uniform:
+            integers = [own for stack in integers for own in stack.of(plan.variants[0])]
+        return Chosen(floats, integers)
 
 
 class Chosen(NamedTuple):
-    """The stacks that add to the rows of a plan; `integers` need the inputs as digits."""
+    """The stacks that add to the rows of a plan."""
 
     floats: list[_Stack]
     integers: list[IntegerStack]
 
-    def add(self, plan: BatchPlan, x_TI: torch.Tensor, digits: Inputs | None, y_TO: torch.Tensor) -> None:
-        """Add the deltas to `y`, fp32, in place, of all rows of the plan."""
+    def add(
+        self, plan: BatchPlan, x_TI: torch.Tensor, hidden: Mapping[IntegerStack, Hidden], y_TO: torch.Tensor
+    ) -> None:
+        """Add the deltas to `y`, fp32, in place, of all rows of the plan; `hidden` is of all `integers`."""
         for stack in self.floats:
             stack.add(plan, x_TI, y_TO)
         for integers in self.integers:
-            assert digits is not None, "integers need them"
-            integers.add(plan, x_TI, digits, y_TO)
+            integers.expand(hidden[integers], y_TO)
 
 
 def _stack_for(stacks: list[S], kind: type[S], start: int, stop: int, rank: int, most: int) -> S:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from mfs_decompose.runtime import integer_stacks, modules, nibbles
+from mfs_decompose.runtime import integer_rights, integer_stacks, modules, nibbles
 from mfs_decompose.runtime.batch_plan import BASE, BatchPlan, PlanSlot
 from mfs_decompose.runtime.changes import Change, Delta
 from mfs_decompose.runtime.digits import has_exact_products, input_digits, join_digits, to_digits
@@ -146,7 +146,8 @@ def integer_stacks_of(layer: FamilyLinear) -> list[integer_stacks.IntegerStack]:
 @pytest.mark.parametrize("conv", [False, True])
 def test_stacks_of_integers(large: int, conv: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nibbles, "LARGE", large)
-    monkeypatch.setattr(integer_stacks, "_PIECE", 256)
+    monkeypatch.setattr(integer_stacks, "PIECE", 256)
+    monkeypatch.setattr(integer_rights, "PIECE", 256)
     slot, both = layers(conv=conv)
     for variant, (rank, small, half) in enumerate([(3, 2, True), (8, 7, False), (1, 0, True), (6, 6, True)]):
         form = factors(rank, variant, half=half, small=small)
