@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from benchmarks.frontier.groups import grid, group_bytes, round_rows, round_with_feedback, snap
+from benchmarks.frontier.groups import group_bytes, round_rows, round_with_feedback
 from benchmarks.frontier.plan import Plan, largest, shares
 from benchmarks.frontier.work import Work
 from benchmarks.rate_drift_rows import Decoded
-from mfs_decompose.linalg.shapes import GROUP
 from mfs_decompose.pipeline.scheduler import one_torch_thread
 
 FIRST, SECOND = 2, 34
@@ -78,8 +77,7 @@ def _round_left(left_RO: torch.Tensor, hessian_RR: torch.Tensor, bits_R: torch.T
     upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True).float()
     rest, done = left_RO.clone(), torch.empty_like(left_RO)
     for at, bits in enumerate(bits_R.tolist()):
-        pieces = [snap(piece, *grid(piece, bits), bits) for piece in torch.split(rest[at : at + 1], GROUP, dim=1)]
-        done[at] = torch.cat(pieces, dim=1)[0]
+        done[at] = round_rows(rest[at : at + 1], bits)[0]
         error = (rest[at] - done[at]) / upper[at, at]
         rest[at + 1 :] -= upper[at, at + 1 :, None] * error
     return done

@@ -29,8 +29,10 @@ def snap(values: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, bits: int
 
 def round_rows(values_NK: torch.Tensor, bits: int) -> torch.Tensor:
     """Every row rounded in groups of 64."""
-    pieces = [snap(piece, *grid(piece, bits), bits) for piece in torch.split(values_NK, GROUP, dim=1)]
-    return torch.cat(pieces, dim=1) if pieces else values_NK
+    rows, length = values_NK.shape
+    # Zeros beyond the end change no grid.
+    groups = torch.nn.functional.pad(values_NK, (0, -length % GROUP)).view(-1, GROUP)
+    return snap(groups, *grid(groups, bits), bits).view(rows, -1)[:, :length] if length else values_NK
 
 
 def round_with_feedback(values_RI: torch.Tensor, hessian_II: torch.Tensor, bits_R: torch.Tensor) -> torch.Tensor:
