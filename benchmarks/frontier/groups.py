@@ -32,7 +32,7 @@ def round_rows(values_NK: torch.Tensor, bits: int) -> torch.Tensor:
     rows, length = values_NK.shape
     # Zeros beyond the end change no grid.
     groups = torch.nn.functional.pad(values_NK, (0, -length % GROUP)).view(-1, GROUP)
-    return snap(groups, *grid(groups, bits), bits).view(rows, -1)[:, :length] if length else values_NK
+    return snap(groups, *grid(groups, bits), bits).view(rows, -1)[:, :length] if values_NK.numel() else values_NK
 
 
 def round_with_feedback(values_RI: torch.Tensor, hessian_II: torch.Tensor, bits_R: torch.Tensor) -> torch.Tensor:
