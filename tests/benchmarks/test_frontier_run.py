@@ -161,7 +161,7 @@ def test_what_is_foretold_of_directions_left_out_is_the_sum_that_allocation_work
 def test_errors_of_an_embedding_count_by_the_side_that_is_not_tokens(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(6)
     base, delta = (torch.randn(*shape, generator=generator) * scale for scale in (1.0, 0.1))
-    error = 0.01 * torch.randn(*shape, generator=generator)
+    error = 0.01 * torch.randn(*shape, generator=generator) - 0.05 * delta
     name = "model.embed_tokens.weight"
     foretold = Foretold(Work({name: base}, {name: base + delta}))
     list(foretold.watch(iter([(name, 3, base + delta + error)])))
@@ -169,6 +169,21 @@ def test_errors_of_an_embedding_count_by_the_side_that_is_not_tokens(shape: tupl
     _, s, right = torch.linalg.svd(tall[0], full_matrices=False)
     expected = float(((tall[1] @ right.mT) * s).square().sum() / s[0] ** 2)
     assert foretold.kl == pytest.approx(NATS_A_TOKEN * expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_a_delta_that_is_enlarged_is_foretold_as_if_it_were_not(name: str) -> None:
+    base, delta = (torch.randn(60, 24, generator=torch.Generator().manual_seed(seed)) for seed in (7, 8))
+    left, s, right = torch.linalg.svd(delta, full_matrices=False)
+    s = s * 0.7 ** torch.arange(24)
+    delta, stored = (left * s) @ right, (left[:, :9] * s[:9]) @ right[:9]
+    found = []
+    for times in (1.0, 1.1, 1.3):
+        foretold = Foretold(Work({name: base}, {name: base + delta}))
+        list(foretold.watch(iter([(name, 3, base + times * stored)])))
+        found.append(foretold.kl)
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+    assert found[2] > 2 * found[0]  # more than makes up for anything is an error
 
 
 def test_nothing_is_foretold_of_the_variant_itself() -> None:
