@@ -15,7 +15,7 @@ from mfs_decompose.linalg.shapes import GROUP
 from mfs_decompose.runtime.nibbles import NIBBLE, spread
 from mfs_decompose.runtime.resident_forms import Factor
 
-_PIECE = 1 << 18  # elements of a factor widened at a time: 1 MiB
+_PIECE = 1 << 19  # elements of a factor widened at a time: 2 MiB
 
 
 def shrink(factor: Factor, x_TN: torch.Tensor) -> torch.Tensor:
