@@ -13,8 +13,9 @@ from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.runtime.batch_plan import PlanSlot
 from mfs_decompose.runtime.changes import Change, Changes, Kind, ServesVariants
 from mfs_decompose.runtime.load_trial import see_rows, see_shared_inputs
-from mfs_decompose.runtime.modules import FamilyEmbedding, FamilyLinear, FamilyRows, shallow_copy
+from mfs_decompose.runtime.modules import FamilyEmbedding, FamilyRows, shallow_copy
 from mfs_decompose.runtime.modules_experts import FamilyExperts
+from mfs_decompose.runtime.modules_linear import FamilyLinear
 from mfs_decompose.runtime.modules_rotary import FamilyRotary
 from mfs_decompose.runtime.ops.dispatch import Ops
 

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from mfs_decompose.runtime.batch_plan import PlanSlot
 from mfs_decompose.runtime.changes import Change, Delta
-from mfs_decompose.runtime.modules import FamilyRows, RowAxes, add_delta, shallow_copy
+from mfs_decompose.runtime.modules import FamilyRows, RowAxes, shallow_copy
+from mfs_decompose.runtime.modules_linear import add_delta
 from mfs_decompose.runtime.ops.dispatch import Ops
 
 

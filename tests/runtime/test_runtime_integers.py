@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from mfs_decompose.runtime import integer_rights, integer_stacks, modules, nibbles
+from mfs_decompose.runtime import integer_rights, integer_stacks, modules_linear, nibbles
 from mfs_decompose.runtime.batch_plan import BASE, BatchPlan, PlanSlot
 from mfs_decompose.runtime.changes import Change, Delta
 from mfs_decompose.runtime.digits import has_exact_products, input_digits, join_digits, to_digits
-from mfs_decompose.runtime.modules import FamilyLinear
+from mfs_decompose.runtime.modules_linear import FamilyLinear
 from mfs_decompose.runtime.nibbles import pack_nibbles, spread
 from mfs_decompose.runtime.ops.cpu import CpuOps
 from mfs_decompose.runtime.ops.reference import ReferenceOps
@@ -177,7 +177,7 @@ def test_rows_that_are_not_finite_get_what_fp32_gives(monkeypatch: pytest.Monkey
         with slot.use(plan):
             found = layer(x)[0]
         with monkeypatch.context() as patched, slot.use(plan):
-            patched.setattr(modules, "MOST_ROWS", 0)
+            patched.setattr(modules_linear, "MOST_ROWS", 0)
             slow = layer(x)[0]
         assert torch.equal(found[1].nan_to_num(nan=7.0), slow[1].nan_to_num(nan=7.0))
         assert torch.equal(found[[0, 2, 3]], finite[[0, 2, 3]])
@@ -249,7 +249,9 @@ def test_narrow_activations(dtype: torch.dtype) -> None:
 def test_siblings_share_digits_unless_inputs_change(monkeypatch: pytest.MonkeyPatch) -> None:
     slot, (_, one) = layers()
     calls: list[int] = []
-    monkeypatch.setattr("mfs_decompose.runtime.modules.input_digits", lambda x: (calls.append(1), input_digits(x))[1])
+    monkeypatch.setattr(
+        "mfs_decompose.runtime.modules_linear.input_digits", lambda x: (calls.append(1), input_digits(x))[1]
+    )
     for variant in range(2):
         one.attach(variant, whole(factors(3, variant)))
     x = torch.randn(1, 2, IN)

@@ -13,7 +13,7 @@ from mfs_decompose.runtime.changes import Change, Delta
 from mfs_decompose.runtime.digits import has_exact_products
 from mfs_decompose.runtime.integer_rights import Rights
 from mfs_decompose.runtime.load_trial import see_shared_inputs
-from mfs_decompose.runtime.modules import FamilyLinear
+from mfs_decompose.runtime.modules_linear import FamilyLinear
 from mfs_decompose.runtime.nibbles import pack_nibbles
 from mfs_decompose.runtime.ops.cpu import CpuOps
 from mfs_decompose.runtime.ops.reference import ReferenceOps

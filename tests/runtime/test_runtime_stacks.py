@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mfs_decompose.runtime.batch_plan import BASE, BatchPlan, PlanSlot
 from mfs_decompose.runtime.changes import Change, Delta
-from mfs_decompose.runtime.modules import FamilyLinear
+from mfs_decompose.runtime.modules_linear import FamilyLinear
 from mfs_decompose.runtime.ops.cpu import CpuOps
 from mfs_decompose.runtime.ops.reference import ReferenceOps
 from mfs_decompose.runtime.resident_forms import Factor, Form, LowRank, Placed, Rows
