@@ -22,7 +22,7 @@ from mfs_decompose.errors import ArtifactInvalid
 from mfs_decompose.linalg.bands import WIDTHS, Bands
 from mfs_decompose.linalg.midrise import Levels, dequantise_levels, integers, quantise_levels
 from mfs_decompose.linalg.packing import pack_bits, packed_bytes, unpack_bits
-from mfs_decompose.linalg.shapes import scales_of
+from mfs_decompose.linalg.shapes import scales_of, side_bits
 
 _EXACT = 1 << 53
 _EXPONENTS = range(-500, 501)
@@ -48,9 +48,10 @@ class Banded:
         rank = sum(bands)
         assert rank <= left_RO.shape[0] == right_RI.shape[0], f"bands {bands} of rank {left_RO.shape[0]}"
         left, right, exponent = _balance(left_RO[:rank], right_RI[:rank])
-        vs = _quantise(right, bands)
+        shape = (left.shape[1], right.shape[1])
+        vs = _quantise(right, bands, shape[0])
         fed = _feed_back(left, right, vs)
-        us = _quantise(fed, bands)
+        us = _quantise(fed, bands, shape[1])
         none = torch.zeros(0, dtype=torch.float64)
         gains = torch.cat([none, *(u.gains * v.gains for u, v in zip(us, vs, strict=True))])
         gains = _least_where_loud(gains, _growth(fed, us) * _growth(right, vs))
@@ -82,7 +83,10 @@ class Banded:
         gains = read_array(node, "gain", fetch, "BF16", (rank,))
         if not bool(torch.isfinite(gains).all()):
             raise ArtifactInvalid("codec 'banded': a gain is not finite")
-        us, vs = (_read_side(node, side, fetch, bands, length) for side, length in zip("uv", shape, strict=True))
+        us, vs = (
+            _read_side(node, side, fetch, bands, *lengths)
+            for side, lengths in zip("uv", (shape, shape[::-1]), strict=True)
+        )
         if not _is_exact(gains, _peaks(us, vs)):
             raise ArtifactInvalid("codec 'banded': factors whose product could round")
         return _Product(us, vs, torch.ldexp(gains.to(torch.float64), torch.tensor(exponent)), shape)
@@ -120,8 +124,11 @@ def _edges(bands: Bands) -> list[tuple[int, int, int]]:
     return [(bits, *edge) for bits, edge in zip(WIDTHS, edges, strict=True) if edge[0] < edge[1]]
 
 
-def _quantise(directions: torch.Tensor, bands: Bands) -> list[Levels]:
-    return [quantise_levels(directions[first:end], bits) for bits, first, end in _edges(bands)]
+def _quantise(directions: torch.Tensor, bands: Bands, other: int) -> list[Levels]:
+    length = directions.shape[1]
+    return [
+        quantise_levels(directions[first:end], side_bits(length, other, bits)) for bits, first, end in _edges(bands)
+    ]
 
 
 def _feed_back(left_RO: torch.Tensor, right_RI: torch.Tensor, vs: Sequence[Levels]) -> torch.Tensor:
@@ -160,7 +167,7 @@ def _peaks(us: Sequence[Levels], vs: Sequence[Levels]) -> list[int]:
     found: list[int] = []
     for u, v in zip(us, vs, strict=True):
         sides = [_largest(side) for side in (u, v)]
-        found += [a * b * ((1 << u.bits) - 1) ** 2 for a, b in zip(*sides, strict=True)]
+        found += [a * b * ((1 << u.bits) - 1) * ((1 << v.bits) - 1) for a, b in zip(*sides, strict=True)]
     return found
 
 
@@ -208,8 +215,9 @@ def _read_bands(node: CodecNode, shape: tuple[int, int]) -> tuple[Bands, int]:
     return tuple(counts), exponent
 
 
-def _read_side(node: CodecNode, side: str, fetch: Fetch, bands: Bands, length: int) -> list[Levels]:
-    sizes = [(end - first) * packed_bytes(length, bits) for bits, first, end in _edges(bands)]
+def _read_side(node: CodecNode, side: str, fetch: Fetch, bands: Bands, length: int, other: int) -> list[Levels]:
+    edges = [(side_bits(length, other, bits), first, end) for bits, first, end in _edges(bands)]
+    sizes = [(end - first) * packed_bytes(length, bits) for bits, first, end in edges]
     scales = None
     if scales_of(length):
         scales = read_array(node, side + "s", fetch, "U8", (sum(bands), scales_of(length)))
@@ -223,5 +231,5 @@ def _read_side(node: CodecNode, side: str, fetch: Fetch, bands: Bands, length: i
             bits,
             None if scales is None else scales[first:end],
         )
-        for data, (bits, first, end) in zip(pieces, _edges(bands), strict=True)
+        for data, (bits, first, end) in zip(pieces, edges, strict=True)
     ]

@@ -11,10 +11,10 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
-from mfs_decompose.linalg.shapes import LONG_SIDE, scales_of
+from mfs_decompose.linalg.shapes import scales_of, side_bits
 
 WIDTHS = (8, 6, 4, 3, 2)
 """Bits of a factor value, widest first."""
@@ -22,13 +22,14 @@ WIDTHS = (8, 6, 4, 3, 2)
 ERROR = {8: 1.3e-4, 6: 2.1e-3, 4: 0.03, 3: 0.11, 2: 0.42}
 """The squared error of a direction at each width as part of its energy, measured on real and on Gaussian directions."""
 
+ERROR_LONG = {8: 1e-4, 6: 1e-3, 4: 0.015, 3: 0.055, 2: 0.21}
+"""The same across from a vocabulary, whose other side has 8 bits."""
+
 NOISE = 0.3
 """What noise counts beside a direction left out, which is missed in one sense everywhere. KL of two fine-tunes, 4.4 %
 of the checkpoint for their linears, at .7 / .5 / .4 / .3 / .2: 9.5 / 8.5 / 8.4 / 8.3 / 10.0e-5 (light, code) and
-7.2 / 5.8 / 5.3 / 5.0 / 5.3e-3 (heavy, prose)."""
-
-NOISE_LONG = 0.5
-"""The same for the matrix of a vocabulary: KL of its 3 MB at .5 / .3: 3.3 / 4.1e-5 (light), 1.28 / 1.33e-3 (heavy)."""
+7.2 / 5.8 / 5.3 / 5.0 / 5.3e-3 (heavy, prose). Of a vocabulary it counts in full: at 1.7 MB of .3 / .5 / .8 / 1.1 / 1.5
+10.1 / 7.4 / 7.1 / 7.2 / 6.8e-5 (light) and 3.0 / 2.3 / 2.2 / 2.1 / 2.3e-3 (heavy)."""
 
 MOST_MADE_UP = 1.15
 """Of a flat spectrum the directions kept are no likeness of those left out. KL of 2 % of a checkpoint with a limit of
@@ -43,13 +44,23 @@ Spectrum = tuple[Sequence[float], tuple[int, int]]
 
 def loss(shape: tuple[int, int], bits: int) -> float:
     """What a direction of that width loses for each unit of its energy, in units of a direction left out."""
-    return (NOISE_LONG if max(shape) > LONG_SIDE else NOISE) * ERROR[bits]
+    return ERROR_LONG[bits] if _is_long(shape) else NOISE * ERROR[bits]
+
+
+def errors(shape: tuple[int, int]) -> Mapping[int, float]:
+    """ERROR or ERROR_LONG."""
+    return ERROR_LONG if _is_long(shape) else ERROR
+
+
+def _is_long(shape: tuple[int, int]) -> bool:
+    return (scales_of(shape[0]) > 0) != (scales_of(shape[1]) > 0)
 
 
 @lru_cache(maxsize=4096)
 def direction_bytes(shape: tuple[int, int], bits: int) -> int:
     """Bytes of one direction of an [O, I] delta: codes, scales along a vocabulary, and a gain."""
-    return 2 + sum(-(-length * bits // 8) + scales_of(length) for length in shape)
+    sides = (shape, shape[::-1])
+    return 2 + sum(-(-length * side_bits(length, other, bits) // 8) + scales_of(length) for length, other in sides)
 
 
 def bands_bytes(shape: tuple[int, int], bands: Bands) -> int:

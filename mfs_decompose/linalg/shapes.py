@@ -29,6 +29,11 @@ def scales_of(length: int) -> int:
     return -(-length // GROUP) if length > LONG_SIDE else 0
 
 
+def side_bits(length: int, other: int, bits: int) -> int:
+    """Bits of a banded direction along one side: `bits`, or 8 across from a vocabulary, where they cost little."""
+    return 8 if scales_of(other) and not scales_of(length) else bits
+
+
 def covered_rank(width: int) -> int:
     """The largest rank that a sketch of this width serves as well as one made for it."""
     return max(0, width - 16) // 2

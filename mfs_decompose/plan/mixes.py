@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from mfs_decompose.linalg.bands import ERROR, WIDTHS, Bands, bands_bytes, made_up
+from mfs_decompose.linalg.bands import WIDTHS, Bands, bands_bytes, errors, made_up
 from mfs_decompose.linalg.dead_curve import LEAST, RATIOS, DeadCurve, place_of
 
 STEEP = 2.0
@@ -134,7 +134,7 @@ def mix_drift(candidate: MixCandidate, mix: Mix) -> float:
     tail = candidate.heavy[-1] - candidate.heavy[rank] + candidate.beyond
     if mix.peeled:
         return candidate.weight * tail
-    noise = _noise(candidate.heavy, mix.bands)
+    noise = _noise(candidate, candidate.heavy, mix.bands)
     if not mix.step:
         times = made_up(candidate.explained, candidate.energy, candidate.shape, rank)
         return candidate.weight * (1.0 - MADE_UP * math.sqrt(times - 1.0)) * (tail + NOISY * noise)
@@ -297,13 +297,13 @@ def _coded(rms: float, curve: DeadCurve | None, step: float) -> tuple[float, flo
 
 def _rest(candidate: MixCandidate, bands: Bands) -> float:
     """Energy of what is left to be coded: directions left out, and the noise of those kept."""
-    return candidate.left(sum(bands)) + _noise(candidate.sums, bands)
+    return candidate.left(sum(bands)) + _noise(candidate, candidate.sums, bands)
 
 
-def _noise(sums: Sequence[float], bands: Bands) -> float:
-    taken, noise = 0, 0.0
+def _noise(candidate: MixCandidate, sums: Sequence[float], bands: Bands) -> float:
+    taken, noise, error = 0, 0.0, errors(candidate.shape)
     for count, bits in zip(bands, WIDTHS, strict=True):
-        noise += ERROR[bits] * (sums[taken + count] - sums[taken])
+        noise += error[bits] * (sums[taken + count] - sums[taken])
         taken += count
     return noise
 

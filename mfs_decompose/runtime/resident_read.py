@@ -20,7 +20,7 @@ from mfs_decompose.codec.sizes import SHORT_INDEX
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.linalg.bands import WIDTHS
 from mfs_decompose.linalg.packing import pack_bits, packed_bytes, unpack_bits, unpack_int4
-from mfs_decompose.linalg.shapes import GROUP, scales_of
+from mfs_decompose.linalg.shapes import GROUP, scales_of, side_bits
 from mfs_decompose.runtime.resident_forms import TRITS, Csr, Ell, Factor, Form, LowRank, Packed, Rows
 
 _CODES = {"int4": "U8", "int8": "I8", "bf16": "BF16"}
@@ -126,13 +126,14 @@ def _banded(node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Form | Non
     if not rank:
         return None
     sides = []
-    for side, length in zip("uv", shape, strict=True):
-        sizes = [count * packed_bytes(length, bits) for count, bits in zip(counts, WIDTHS, strict=True)]
+    for side, (length, other) in zip("uv", (shape, shape[::-1]), strict=True):
+        widths = [side_bits(length, other, bits) for bits in WIDTHS]
+        sizes = [count * packed_bytes(length, bits) for count, bits in zip(counts, widths, strict=True)]
         pieces = torch.split(read_array(node, side, fetch, "U8", (sum(sizes),)), sizes)
         codes = [
             # Odd integers 2 c + 1 - 2^b are 2 (c - 2^(b-1) + 1/2).
             (unpack_bits(piece.view(count, -1), bits, length).to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
-            for piece, count, bits in zip(pieces, counts, WIDTHS, strict=True)
+            for piece, count, bits in zip(pieces, counts, widths, strict=True)
             if count
         ]
         scales = torch.ones(rank, 1)

@@ -16,7 +16,16 @@ from mfs_decompose.codec import banded
 from mfs_decompose.codec.banded import Banded
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.errors import ArtifactInvalid
-from mfs_decompose.linalg.bands import ERROR, WIDTHS, Bands, bands_bytes, direction_bytes, loss
+from mfs_decompose.linalg.bands import (
+    ERROR,
+    ERROR_LONG,
+    WIDTHS,
+    Bands,
+    bands_bytes,
+    direction_bytes,
+    errors,
+    loss,
+)
 from mfs_decompose.linalg.midrise import dequantise_levels, quantise_levels
 from mfs_decompose.linalg.svd import Truncation, truncated_svd
 
@@ -124,7 +133,8 @@ def by_hand(stored: Stored, row: int, column: int, shape: tuple[int, int], bands
         codes, names = part_bytes(stored, stored.node.part(side)), [part.name for part in stored.node.parts]
         scales = part_bytes(stored, stored.node.part(side + "s")) if side + "s" in names else None
         start, values = 0, []
-        for r, bits in enumerate(widths):
+        across = scales is None and len(names) > 3  # from a side with scales: all have 8 bits
+        for r, bits in enumerate([8] * len(widths) if across else widths):
             width = -(-length * bits // 8)
             number = int.from_bytes(codes[start : start + width], "little")
             start += width
@@ -287,7 +297,6 @@ class TestVocabularies:
     @pytest.fixture(autouse=True)
     def _short(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr("mfs_decompose.linalg.shapes.LONG_SIDE", 100)
-        monkeypatch.setattr("mfs_decompose.linalg.bands.LONG_SIDE", 100)
         direction_bytes.cache_clear()
         yield
         direction_bytes.cache_clear()
@@ -315,8 +324,19 @@ class TestVocabularies:
             with pytest.raises(ArtifactInvalid):
                 _CODEC.open(node, stored.fetch, (130, 33))
 
-    def test_noise_counts_more_there(self) -> None:
-        assert loss((130, 33), 2) > loss((99, 33), 2)
+    def test_noise_counts_in_full_there(self) -> None:
+        assert loss((130, 33), 2) == loss((33, 130), 2) == ERROR_LONG[2] > loss((99, 33), 2)
+        assert loss((200, 130), 2) == loss((99, 33), 2)
+
+    @pytest.mark.parametrize("bits", WIDTHS)
+    def test_the_error_of_a_width_is_what_the_allocation_counts_on(self, bits: int) -> None:
+        delta = torch.randn(500, 90, generator=generator(2)) * 0.995 ** torch.arange(500).unsqueeze(1)
+        for matrix in (delta, delta.mT.contiguous()):
+            found, shape = factor(matrix, 24), (matrix.shape[0], matrix.shape[1])
+            kept = found.left.to(torch.float64).mT @ found.right.to(torch.float64)
+            error = float((decode(store(found, only(bits, 24)), shape) - kept).square().sum() / kept.square().sum())
+            assert 0.5 * ERROR_LONG[bits] < error < 1.3 * ERROR_LONG[bits]
+            assert errors(shape) is ERROR_LONG
 
 
 def test_what_is_written_is_as_many_times_as_large() -> None:

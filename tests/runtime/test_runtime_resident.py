@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from mfs_decompose.artifact.reader import Family
 from mfs_decompose.artifact.values import open_tensor
+from mfs_decompose.codec.banded import Banded
+from mfs_decompose.linalg.svd import truncated_svd
 from mfs_decompose.runtime.memory import count_memory
 from mfs_decompose.runtime.ops.dense import to_dense
 from mfs_decompose.runtime.resident import Resident, SharedForms, make_resident, own_resident, served_whole
 from mfs_decompose.runtime.resident_forms import Factor, LowRank, Packed, Rows, cut_rows
-from mfs_decompose.runtime.resident_read import dense_form
+from mfs_decompose.runtime.resident_read import dense_form, read_forms
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,29 @@ def test_bytes_are_those_of_the_codec(artifacts: dict[str, Path]) -> None:
         assert make_resident(family, "plain", "raw.weight", shared).placed == ()
         tied = [make_resident(family, "many", name, shared) for name in ("model.embed_tokens.weight", "lm_head.weight")]
         assert tied[0].tensor == tied[1].tensor
+
+
+@pytest.mark.parametrize("shape", [(130, 33), (33, 130), (200, 101)])
+def test_bands_along_and_across_from_a_vocabulary(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mfs_decompose.linalg.shapes.LONG_SIDE", 100)
+    delta = torch.randn(*shape, generator=torch.Generator().manual_seed(9))
+    found = truncated_svd(delta[None], 15, [3])[0]
+    assert found is not None
+    pieces: list[bytes] = []
+    node = Banded().encode(found.left, found.right, (1, 2, 3, 4, 5), pieces.append)
+    data = b"".join(pieces)
+
+    def fetch(start: int, count: int) -> bytes:
+        return data[start : start + count]
+
+    (form,) = read_forms(node, fetch, shape, None)
+    assert isinstance(form, LowRank)
+    stored = Banded().open(node, fetch, shape).rows(0, shape[0])
+    assert torch.allclose(
+        to_dense(form, shape[0]).to(torch.float64), stored, rtol=0.0, atol=1e-6 * float(stored.abs().max())
+    )
+    short = form.right if shape[0] > shape[1] else form.left
+    assert short.by_direction == (min(shape) <= 100)
 
 
 def test_exact_rows_are_kept_only_where_they_differ() -> None:
