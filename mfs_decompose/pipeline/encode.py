@@ -171,7 +171,9 @@ class Encoder:
             if item.codec == "banded":
                 shape = matrix_shape(item.common.shape)
                 assert shape is not None, "bands are of a matrix"
-                times = _made_up(item, surveyed, shape, choice.bands)
+                # What is shared is no part of this delta, and is more of the variant's own than what is left out.
+                shared = item.key in self.sources.shared
+                times = 1.0 if shared else _made_up(item, surveyed, shape, choice.bands)
                 scratch = reader_at(fits, surveyed.offset)
                 node = encode_bands(fit, scratch, choice.bands, emit_to(output), shape[0], times)
             else:

@@ -22,6 +22,12 @@ SHAPE = (640, 512)
 CURVE = measure_dead_curve(torch.randn(20_000, generator=torch.Generator().manual_seed(3)), DEAD)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else these deltas, flat beyond a few directions, would be stored as bands alone, and nothing would be coded."""
+    monkeypatch.setattr("mfs_decompose.plan.mixes.MADE_UP", 0.0)
+
+
 def tensors(count: int, exact: float | None = None) -> dict[Key, MixCandidate]:
     """Deltas of like shape and of unlike strength."""
     assert CURVE is not None
