@@ -25,6 +25,12 @@ def say(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
+def mfs(*words: object) -> str:
+    """Standard output of a command of mfs."""
+    line = [sys.executable, "-m", "mfs_decompose", *map(str, words)]
+    return subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
 def machine() -> dict[str, Any]:
     """Processor model, cores this process may use, and memory in bytes."""
     cpuinfo = Path("/proc/cpuinfo").read_text()

@@ -21,8 +21,7 @@ from mfs_decompose.codec.significant import Significant
 from mfs_decompose.codec.sparse import Sparse
 from mfs_decompose.codec.summed import Summed, encode_residual
 from mfs_decompose.codec.tree import CodecNode
-from mfs_decompose.linalg.bands import Bands, allocate_bands
-from mfs_decompose.linalg.bands import made_up as made_up_by
+from mfs_decompose.linalg.bands import Bands, allocate_bands, made_up
 from mfs_decompose.linalg.seeds import stream_key
 from mfs_decompose.linalg.shapes import GROUP
 from mfs_decompose.linalg.svd import Truncation, truncated_svd
@@ -205,10 +204,10 @@ def choose(pair: Pair, share: float) -> dict[str, Bands]:
     return dict(zip(pair.base, allocate_bands(tensors, int(share * pair.nbytes)), strict=True))
 
 
-def write_banded(pair: Pair, name: str, bands: Bands, *, made_up: bool = True) -> tuple[int, Delta]:
-    """Bytes, and what was written; `made_up` for what is left out, where nothing is added to it."""
+def write_banded(pair: Pair, name: str, bands: Bands, *, alone: bool = True) -> tuple[int, Delta]:
+    """Bytes, and what was written; `alone`, it makes up for what is left out."""
     written, found, shape = _Written(), pair.factor(name), _shape(pair.base[name])
-    times = made_up_by(found.energy.tolist(), found.total, shape, sum(bands)) if made_up else 1.0
+    times = made_up(found.energy.tolist(), found.total, shape, sum(bands)) if alone else 1.0
     node = Banded().encode(found.left, found.right, bands, written.emit, times)
     return written.check(node), Banded().open(node, written.fetch, shape)
 
@@ -241,13 +240,13 @@ def _residual(pair: Pair, share: float, rest: float | None) -> Iterator[Decoded]
     chosen = choose(pair, share)
 
     def remainder(name: str) -> torch.Tensor:
-        first = write_banded(pair, name, chosen[name], made_up=False)[1]
+        first = write_banded(pair, name, chosen[name], alone=False)[1]
         return pair.delta(name) - first.rows(0, pair.base[name].shape[0]).to(torch.float32)
 
     codec: DirectCodec = Ternary() if rest is None else DeadZone()
     params: Params = {"fit": "absmax"} if rest is None else {"step": find_step(remainder, pair, rest)}
     for name, tensor in pair.base.items():
-        nbytes, first = write_banded(pair, name, chosen[name], made_up=False)
+        nbytes, first = write_banded(pair, name, chosen[name], alone=False)
         written, shape = _Written(), _shape(tensor)
         node = encode_residual(_reader(pair.delta(name)), shape, first, codec, params, written.emit)
         whole = Summed([first, codec.open(node, written.fetch, shape)])

@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import RESULTS, machine, say, versions
+from measure import RESULTS, machine, mfs, say, versions
 from synthetic_family import Size, write_family
 
 RANKS = (8, 16, 32, 64, 128, 256)
@@ -39,12 +38,6 @@ CODECS: Mapping[str, Sequence[str]] = {
 }
 FEW = 4  # variants under each codec
 PACKAGES = ("mfs-decompose", "torch", "transformers", "safetensors")
-
-
-def mfs(*words: object) -> str:
-    """Standard output of a command of mfs."""
-    line = [sys.executable, "-m", "mfs_decompose", *map(str, words)]
-    return subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def measure(args: argparse.Namespace, how: Sequence[str], variants: int) -> dict[str, Any]:

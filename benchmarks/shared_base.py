@@ -12,21 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from measure import mfs
+
 BUDGETS = ("1%", "2%", "3%", "5%", "8%", "12%")
 MODES = ("known", "shared")
-
-
-def mfs(*words: object) -> str:
-    """Standard output of a command of mfs."""
-    line = [sys.executable, "-m", "mfs_decompose", *map(str, words)]
-    return subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def measure(asked: argparse.Namespace, mode: str, budget: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Banded: a delta as a sum of outer products, strong directions with many bits and weak ones with few.
 
 Directions lie in five bands (linalg/bands.py), strongest first; factors are odd integers, along a vocabulary times a
-byte for 64 of them (linalg/midrise.py), and each direction carries one bf16 gain. The error of the first factor is fed
-into the second: with v^ for v, the left factor is solved for so that the stored delta agrees with the fitted one on all
-of its input directions.
+byte for 64 of them (linalg/midrise.py) and across from it of 8 bits, and each direction carries one bf16 gain. The
+error of the first factor is fed into the second: with v^ for v, the left factor is solved for so that the stored delta
+agrees with the fitted one on all of its input directions.
 Agreeing there, and not having the least error, is what keeps drift low: least squares would shrink the delta.
 """
 

@@ -324,6 +324,13 @@ class TestVocabularies:
             with pytest.raises(ArtifactInvalid):
                 _CODEC.open(node, stored.fetch, (130, 33))
 
+    def test_the_form_with_few_bits_across_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as before:
+            before.setattr(banded, "side_bits", lambda length, other, bits: bits)
+            stored = store(factor(decaying(130, 33, seed=23)), self.BANDS)
+        with pytest.raises(ArtifactInvalid):
+            _CODEC.open(stored.node, stored.fetch, (130, 33))
+
     def test_noise_counts_in_full_there(self) -> None:
         assert loss((130, 33), 2) == loss((33, 130), 2) == ERROR_LONG[2] > loss((99, 33), 2)
         assert loss((200, 130), 2) == loss((99, 33), 2)
