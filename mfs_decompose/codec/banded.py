@@ -1,7 +1,8 @@
 """Banded: a delta as a sum of outer products, strong directions with many bits and weak ones with few.
 
 Directions lie in five bands (linalg/bands.py), strongest first; factors are odd integers, along a vocabulary times a
-byte for 64 of them (linalg/midrise.py) and across from it of 8 bits, and each direction carries one bf16 gain. The
+byte for 64 of them (linalg/midrise.py) and across from it of 8 bits, range coded (linalg/band_codes.py), and each
+direction carries one bf16 gain. Steps are made as large as the bytes that a plan gave the codes ask for. The
 error of the first factor is fed into the second: with v^ for v, the left factor is solved for so that the stored delta
 agrees with the fitted one on all of its input directions.
 Agreeing there, and not having the least error, is what keeps drift low: least squares would shrink the delta.
@@ -10,6 +11,7 @@ Agreeing there, and not having the least error, is what keeps drift low: least s
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -19,12 +21,18 @@ from mfs_decompose.codec.arrays import read_array, tensor_bytes
 from mfs_decompose.codec.base import Delta, Emit, Fetch
 from mfs_decompose.codec.tree import CodecNode, Part
 from mfs_decompose.errors import ArtifactInvalid
-from mfs_decompose.linalg.bands import WIDTHS, Bands
-from mfs_decompose.linalg.midrise import Levels, dequantise_levels, integers, quantise_levels
+from mfs_decompose.linalg.band_codes import code_bits, decode_codes, encode_codes
+from mfs_decompose.linalg.bands import WIDTHS, Bands, codes_bytes
+from mfs_decompose.linalg.midrise import Levels, Quantiser, dequantise_levels, integers
 from mfs_decompose.linalg.packing import pack_bits, packed_bytes, unpack_bits
-from mfs_decompose.linalg.shapes import scales_of, side_bits
+from mfs_decompose.linalg.range_coder import OVERHEAD
+from mfs_decompose.linalg.shapes import is_coded, scales_of, side_bits
 
 _EXACT = 1 << 53
+_TURN, _TURNS = (
+    1.004,
+    range(-12, 2048),
+)  # steps of codes are enlarged by such powers, up to where all codes are the least
 _EXPONENTS = range(-500, 501)
 _LOUD = 2.0  # energy of a direction as it is stored: more is a direction that were better left out
 _MAX_GROWTH = 2.0  # of a left direction by the feedback; more means that the quantised right factor is near singular
@@ -49,26 +57,25 @@ class Banded:
         assert rank <= left_RO.shape[0] == right_RI.shape[0], f"bands {bands} of rank {left_RO.shape[0]}"
         left, right, exponent = _balance(left_RO[:rank], right_RI[:rank])
         shape = (left.shape[1], right.shape[1])
-        vs = _quantise(right, bands, shape[0])
+        vs, v_codes = _encode_side(right, bands, shape[0])
         fed = _feed_back(left, right, vs)
-        us = _quantise(fed, bands, shape[1])
+        unspent = _given(bands, *shape[::-1]) - len(v_codes)
+        us, u_codes = _encode_side(fed, bands, shape[1], unspent)
         none = torch.zeros(0, dtype=torch.float64)
         gains = torch.cat([none, *(u.gains * v.gains for u, v in zip(us, vs, strict=True))])
         gains = _least_where_loud(gains, _growth(fed, us) * _growth(right, vs))
-        arrays = {"gain": _round_gains(gains * times, _peaks(us, vs))}
-        for side, levels, length in (("u", us, left.shape[1]), ("v", vs, right.shape[1])):
+        written: list[tuple[str, str, tuple[int, ...], bytes]] = []
+        written.append(("gain", "BF16", (rank,), tensor_bytes(_round_gains(gains * times, _peaks(us, vs)))))
+        for side, levels, codes, length in (("u", us, u_codes, shape[0]), ("v", vs, v_codes, shape[1])):
             if scales_of(length):
                 empty = torch.zeros(0, scales_of(length), dtype=torch.uint8)
-                arrays[side + "s"] = torch.cat([empty, *(x.scales for x in levels if x.scales is not None)])
-            arrays[side] = torch.cat(
-                [torch.zeros(0, dtype=torch.uint8), *(pack_bits(x.codes, x.bits).reshape(-1) for x in levels)]
-            )
+                scales = torch.cat([empty, *(x.scales for x in levels if x.scales is not None)])
+                written.append((side + "s", "U8", tuple(scales.shape), tensor_bytes(scales)))
+            written.append((codes_part(side, length), "U8", (len(codes),), codes))
         parts, offset = [], 0
-        for name, values in arrays.items():
-            data = tensor_bytes(values)
+        for name, dtype, size, data in written:
             emit(data)
-            dtype = "BF16" if name == "gain" else "U8"
-            parts.append(Part(name, dtype, tuple(values.shape), offset, len(data)))
+            parts.append(Part(name, dtype, size, offset, len(data)))
             offset += len(data)
         return CodecNode("banded", params={"bands": list(bands), "exponent": exponent}, parts=tuple(parts))
 
@@ -83,10 +90,7 @@ class Banded:
         gains = read_array(node, "gain", fetch, "BF16", (rank,))
         if not bool(torch.isfinite(gains).all()):
             raise ArtifactInvalid("codec 'banded': a gain is not finite")
-        us, vs = (
-            _read_side(node, side, fetch, bands, *lengths)
-            for side, lengths in zip("uv", (shape, shape[::-1]), strict=True)
-        )
+        us, vs = (read_codes(node, side, fetch, bands, shape) for side in "uv")
         if not _is_exact(gains, _peaks(us, vs)):
             raise ArtifactInvalid("codec 'banded': factors whose product could round")
         return _Product(us, vs, torch.ldexp(gains.to(torch.float64), torch.tensor(exponent)), shape)
@@ -124,11 +128,40 @@ def _edges(bands: Bands) -> list[tuple[int, int, int]]:
     return [(bits, *edge) for bits, edge in zip(WIDTHS, edges, strict=True) if edge[0] < edge[1]]
 
 
-def _quantise(directions: torch.Tensor, bands: Bands, other: int) -> list[Levels]:
+def codes_part(side: str, length: int) -> str:
+    """The name of the array of codes along a side: another where they are range coded."""
+    return side + "c" if is_coded(length) else side
+
+
+def _given(bands: Bands, length: int, other: int) -> int:
+    """Bytes that the codes of a side are given."""
+    return sum(count * codes_bytes(length, other, bits) for count, bits in zip(bands, WIDTHS, strict=True))
+
+
+def _encode_side(directions: torch.Tensor, bands: Bands, other: int, unspent: int = 0) -> tuple[list[Levels], bytes]:
+    """The directions quantised, and their codes in at most the bytes given and those `unspent` by the other side."""
     length = directions.shape[1]
-    return [
-        quantise_levels(directions[first:end], side_bits(length, other, bits)) for bits, first, end in _edges(bands)
+    quantisers = [
+        Quantiser(directions[first:end], side_bits(length, other, bits)) for bits, first, end in _edges(bands)
     ]
+    if not is_coded(length):
+        levels = [one.levels() for one in quantisers]
+        return levels, b"".join(tensor_bytes(pack_bits(x.codes, x.bits)) for x in levels)
+    if not quantisers:
+        return [], b""
+    given, long = _given(bands, length, other) + unspent, scales_of(length) > 0
+
+    def codes(turn: int) -> list[tuple[torch.Tensor, int]]:
+        return [(one.codes(_TURN**turn), one.bits) for one in quantisers]
+
+    def fits(turn: int) -> bool:
+        return sum(code_bits(*band, long) for band in codes(turn)) / 8 + OVERHEAD <= given
+
+    # Larger steps take fewer bytes. The least that fit are found by halving, then held against the words themselves.
+    turn = _TURNS[bisect_left(_TURNS, True, key=fits)]
+    while len(data := encode_codes(codes(turn), long)) > given:
+        turn += 1
+    return [one.levels(_TURN**turn) for one in quantisers], data
 
 
 def _feed_back(left_RO: torch.Tensor, right_RI: torch.Tensor, vs: Sequence[Levels]) -> torch.Tensor:
@@ -215,21 +248,29 @@ def _read_bands(node: CodecNode, shape: tuple[int, int]) -> tuple[Bands, int]:
     return tuple(counts), exponent
 
 
-def _read_side(node: CodecNode, side: str, fetch: Fetch, bands: Bands, length: int, other: int) -> list[Levels]:
+def read_codes(node: CodecNode, side: str, fetch: Fetch, bands: Bands, shape: tuple[int, int]) -> list[Levels]:
+    """The bands of a side of an [O, I] delta, all gains 1.
+
+    Raises:
+        ArtifactInvalid: arrays are not what `Banded.encode` writes.
+    """
+    length, other = shape if side == "u" else shape[::-1]
     edges = [(side_bits(length, other, bits), first, end) for bits, first, end in _edges(bands)]
-    sizes = [(end - first) * packed_bytes(length, bits) for bits, first, end in edges]
     scales = None
     if scales_of(length):
         scales = read_array(node, side + "s", fetch, "U8", (sum(bands), scales_of(length)))
-    packed = read_array(node, side, fetch, "U8", (sum(sizes),))
-    pieces = torch.split(packed, sizes)
-    gains = torch.ones(0, dtype=torch.float64)
+    name = codes_part(side, length)
+    if is_coded(length):
+        data = read_array(node, name, fetch, "U8", (node.part(name).nbytes,)).numpy().tobytes()
+        found = decode_codes(data, [(end - first, bits) for bits, first, end in edges], length, scales is not None)
+    else:
+        sizes = [(end - first) * packed_bytes(length, bits) for bits, first, end in edges]
+        pieces = torch.split(read_array(node, name, fetch, "U8", (sum(sizes),)), sizes)
+        found = [
+            unpack_bits(data.view(end - first, -1), bits, length)
+            for data, (bits, first, end) in zip(pieces, edges, strict=True)
+        ]
     return [
-        Levels(
-            unpack_bits(data.view(end - first, -1), bits, length),
-            gains,
-            bits,
-            None if scales is None else scales[first:end],
-        )
-        for data, (bits, first, end) in zip(pieces, edges, strict=True)
+        Levels(codes, torch.ones(0, dtype=torch.float64), bits, None if scales is None else scales[first:end])
+        for codes, (bits, first, end) in zip(found, edges, strict=True)
     ]

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
-from mfs_decompose.linalg.shapes import scales_of, side_bits
+from mfs_decompose.linalg.shapes import is_coded, scales_of, side_bits
 
 WIDTHS = (8, 6, 4, 3, 2)
 """Bits of a factor value, widest first."""
@@ -25,11 +25,18 @@ ERROR = {8: 1.3e-4, 6: 2.1e-3, 4: 0.03, 3: 0.11, 2: 0.42}
 ERROR_LONG = {8: 1e-4, 6: 1e-3, 4: 0.015, 3: 0.055, 2: 0.21}
 """The same across from a vocabulary, whose other side has 8 bits."""
 
-NOISE = 0.3
-"""What noise counts beside a direction left out, which is missed in one sense everywhere. KL of two fine-tunes, 4.4 %
-of the checkpoint for their linears, at .7 / .5 / .4 / .3 / .2: 9.5 / 8.5 / 8.4 / 8.3 / 10.0e-5 (light, code) and
-7.2 / 5.8 / 5.3 / 5.0 / 5.3e-3 (heavy, prose). Of a vocabulary it counts in full: at 1.7 MB of .3 / .5 / .8 / 1.1 / 1.5
-10.1 / 7.4 / 7.1 / 7.2 / 6.8e-5 (light) and 3.0 / 2.3 / 2.2 / 2.1 / 2.3e-3 (heavy)."""
+RATE = {8: 458, 6: 328, 4: 208, 3: 153, 2: 102}
+"""What codes of each width are given, in 64ths of a bit: what those of normal directions take, range coded."""
+
+RATE_LONG = {8: 486, 6: 348, 4: 223, 3: 157, 2: 99}
+"""The same where 64 values have a scale."""
+
+NOISE = 0.5
+"""What noise counts beside a direction left out, which is missed in one sense everywhere. KL of three fine-tunes, 4.4 %
+of the checkpoint for their linears, at .3 / .4 / .5 / .65: 6.6 / 5.9 / 5.7 / 5.9e-5 (light, code), 8.0 / 7.1 / 7.2 /
+7.9e-5 (light, mathematics), 2.6 / 2.6 / 2.8 / 3.2e-3 and 2.4 / 2.2 / 2.0 / 1.9e-3 (heavy, prose and code). Of a vocabulary
+it counts in full: at 1.7 MB, before codes were coded, of .3 / .5 / .8 / 1.1 / 1.5 10.1 / 7.4 / 7.1 / 7.2 / 6.8e-5 (light)
+and 3.0 / 2.3 / 2.2 / 2.1 / 2.3e-3 (heavy)."""
 
 MOST_MADE_UP = 1.15
 """Of a flat spectrum the directions kept are no likeness of those left out. KL of 2 % of a checkpoint with a limit of
@@ -58,13 +65,20 @@ def _is_long(shape: tuple[int, int]) -> bool:
 
 @lru_cache(maxsize=4096)
 def direction_bytes(shape: tuple[int, int], bits: int) -> int:
-    """Bytes of one direction of an [O, I] delta: codes, scales along a vocabulary, and a gain."""
-    sides = (shape, shape[::-1])
-    return 2 + sum(-(-length * side_bits(length, other, bits) // 8) + scales_of(length) for length, other in sides)
+    """Bytes that one direction of an [O, I] delta is given: codes, scales along a vocabulary, and a gain."""
+    return 2 + sum(codes_bytes(*side, bits) + scales_of(side[0]) for side in (shape, shape[::-1]))
+
+
+def codes_bytes(length: int, other: int, bits: int) -> int:
+    """Bytes that the codes of a direction are given along a side; where they are coded, they are made to fit."""
+    bits = side_bits(length, other, bits)
+    if not is_coded(length):
+        return -(-length * bits // 8)
+    return -(-length * (RATE_LONG if scales_of(length) else RATE)[bits] // 512)
 
 
 def bands_bytes(shape: tuple[int, int], bands: Bands) -> int:
-    """Exact bytes of an [O, I] delta with that many directions at each width."""
+    """Bytes that an [O, I] delta with that many directions at each width is given; coded sides may leave a few."""
     return sum(count * direction_bytes(shape, bits) for count, bits in zip(bands, WIDTHS, strict=True))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mfs_decompose.errors import ArtifactInvalid
+from mfs_decompose.linalg.range_coder import categorical, coded_words, decode_symbols, range_decoder, range_encoder
 
 Integers = npt.NDArray[np.uint64]
 Buckets = npt.NDArray[np.int32]
@@ -32,7 +33,7 @@ def encode_integers(values: Integers, classes: Classes, count: int) -> bytes:
     buckets = to_buckets(values)
     ordered, ends = _sort(classes, count)
     sorted_buckets = buckets[ordered]
-    tables, words = bytearray(), _encoder()
+    tables, words = bytearray(), range_encoder()
     for first, last in pairwise(ends):
         part = sorted_buckets[first:last]
         table = _table(part)
@@ -42,7 +43,7 @@ def encode_integers(values: Integers, classes: Classes, count: int) -> bytes:
             index = np.zeros(BUCKETS, np.int32)
             index[present] = np.arange(present.size, dtype=np.int32)
             words.encode(index[part], model)
-    coded: bytes = words.get_compressed().astype("<u4").tobytes()
+    coded = coded_words(words)
     packed, low = _squeeze(bytes(tables)), _pack_low(values, buckets)
     return b"".join((_HEAD.pack(len(packed), len(coded), len(low)), packed, coded, low))
 
@@ -62,14 +63,14 @@ def decode_integers(data: bytes, classes: Classes, count: int) -> Integers:
     tables = _read_tables(_expand(data[_HEAD.size : first], count), count)
     ordered, ends = _sort(classes, count)
     sorted_buckets = np.empty(classes.size, np.int32)
-    decoder = _decoder(data[first:second])
+    decoder = range_decoder(data[first:second])
     for table, start, stop in zip(tables, ends[:-1], ends[1:], strict=True):
         if start == stop:
             continue
         present, model = _model(table)
         if not present.size:
             raise ArtifactInvalid("coded integers: a class with members has no model")
-        index = np.zeros(stop - start, np.int32) if model is None else _decode(decoder, model, stop - start)
+        index = np.zeros(stop - start, np.int32) if model is None else decode_symbols(decoder, model, stop - start)
         sorted_buckets[start:stop] = present[index]
     buckets = np.empty(classes.size, np.int32)
     buckets[ordered] = sorted_buckets
@@ -160,18 +161,13 @@ def _table(buckets: Buckets) -> bytes:
 
 def _model(table: bytes) -> tuple[npt.NDArray[np.int64], Any]:
     """The buckets that occur and, where they are several, a model of them."""
-    import constriction  # type: ignore[import-untyped]
-
     codes = np.frombuffer(table, np.uint8).astype(np.int64)
     present = np.flatnonzero(codes)
     if present.size < 2:
         return present, None
     code = codes[present] - 1
     shares = (8 + (code & 7)) << (code >> 3)
-    # A sum of integers and one division: the same doubles everywhere.
-    return present, constriction.stream.model.Categorical(
-        shares.astype(np.float64) / float(shares.sum()), perfect=False
-    )
+    return present, categorical(shares)
 
 
 def _read_tables(data: bytes, count: int) -> list[bytes]:
@@ -203,23 +199,3 @@ def _expand(data: bytes, count: int) -> bytes:
         return zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
         raise ArtifactInvalid(f"coded integers: the models do not decompress ({error})") from error
-
-
-def _encoder() -> Any:
-    import constriction
-
-    return constriction.stream.queue.RangeEncoder()
-
-
-def _decoder(data: bytes) -> Any:
-    import constriction
-
-    return constriction.stream.queue.RangeDecoder(np.frombuffer(data, "<u4").astype(np.uint32))
-
-
-def _decode(decoder: Any, model: Any, count: int) -> npt.NDArray[np.int32]:
-    try:
-        found: npt.NDArray[np.int32] = decoder.decode(model, count)
-    except AssertionError as error:  # what the library raises for words that no encoder writes
-        raise ArtifactInvalid("coded integers: the coded words are damaged") from error
-    return found

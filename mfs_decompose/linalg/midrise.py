@@ -35,18 +35,58 @@ class Levels:
     scales: torch.Tensor | None = None
 
 
+class Quantiser:
+    """Steps for finite fp32 directions [R, N] at `bits` in 2..8, each direction's or group's own; and their codes."""
+
+    def __init__(self, directions_RN: torch.Tensor, bits: int) -> None:
+        rank, length = directions_RN.shape
+        peaks = directions_RN.abs().amax(dim=1, keepdim=True) if length else directions_RN.new_zeros(rank, 1)
+        values = directions_RN / torch.where(peaks > 0, peaks, 1.0)
+        self._directions, self._length, self.bits = directions_RN, length, bits
+        self._unit = _CLIPS[0] / ((1 << bits) - 1) / _FULL
+        self._groups = scales_of(length)
+        if self._groups:
+            values = torch.nn.functional.pad(values, (0, self._groups * GROUP - length))
+            self._values = values.view(rank, self._groups, GROUP)
+            self._steps = self._best_scales() * self._unit
+        else:
+            self._values = values
+            self._steps = _best_step(values, bits)
+
+    def codes(self, times: float = 1.0) -> torch.Tensor:
+        """Codes uint8 [R, N] with steps `times` as large."""
+        return self._at(self._steps_at(times))
+
+    def levels(self, times: float = 1.0) -> Levels:
+        """Codes, scales and gains with steps `times` as large."""
+        steps = self._steps_at(times)
+        codes = self._at(steps)
+        scales = (steps[..., 0] / self._unit).round().to(torch.uint8) if self._groups else None
+        gains = _unshrunk(self._directions, integers(codes, self.bits, scales))
+        return Levels(codes, gains, self.bits, scales)
+
+    def _steps_at(self, times: float) -> torch.Tensor:
+        if not self._groups:
+            return self._steps * times
+        scales = (self._steps / self._unit * times).round()
+        return torch.where(self._steps > 0, scales.clamp_(1, _FULL), 0.0) * self._unit
+
+    def _at(self, steps: torch.Tensor) -> torch.Tensor:
+        codes = _codes(self._values, torch.where(steps > 0, steps, 1.0), self.bits)
+        return codes.flatten(1)[:, : self._length].to(torch.uint8).contiguous()
+
+    def _best_scales(self) -> torch.Tensor:
+        """Scales of groups of values of peak 1; a group far below the others has scale 0."""
+        values = self._values
+        peaks = values.abs().amax(dim=2, keepdim=True)
+        steps = ((peaks * (clip / _CLIPS[0] * _FULL)).round().clamp_(1, _FULL) * self._unit for clip in _CLIPS)
+        nothing = values.square().square().sum(dim=2, keepdim=True)
+        return (_search(values, steps, self.bits, torch.zeros_like(peaks), nothing) / self._unit).round()
+
+
 def quantise_levels(directions_RN: torch.Tensor, bits: int) -> Levels:
     """Quantise finite fp32 directions to `bits` in 2..8, each on its own."""
-    rank, length = directions_RN.shape
-    peaks = directions_RN.abs().amax(dim=1, keepdim=True) if length else directions_RN.new_zeros(rank, 1)
-    shape_RN = directions_RN / torch.where(peaks > 0, peaks, 1.0)
-    scales = None
-    if scales_of(length):
-        codes, scales = _by_group(shape_RN, bits)
-    else:
-        codes = _codes(shape_RN, _best_step(shape_RN, bits), bits)
-    codes = codes.to(torch.uint8).contiguous()
-    return Levels(codes, _unshrunk(directions_RN, integers(codes, bits, scales)), bits, scales)
+    return Quantiser(directions_RN, bits).levels()
 
 
 def integers(codes_RN: torch.Tensor, bits: int, scales: torch.Tensor | None = None, start: int = 0) -> torch.Tensor:
@@ -69,19 +109,6 @@ def _best_step(shape_RN: torch.Tensor, bits: int) -> torch.Tensor:
     top = (1 << bits) - 1
     first = shape_RN.new_full((len(shape_RN), 1), 1.0 / top)
     return _search(shape_RN, (clip / top * torch.ones_like(first) for clip in _CLIPS), bits, first, torch.inf)
-
-
-def _by_group(shape_RN: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of values of peak 1; a group far below the others has scale 0."""
-    rank, length = shape_RN.shape
-    groups = scales_of(length)
-    values = torch.nn.functional.pad(shape_RN, (0, groups * GROUP - length)).view(rank, groups, GROUP)
-    unit = _CLIPS[0] / ((1 << bits) - 1) / _FULL
-    peaks = values.abs().amax(dim=2, keepdim=True)
-    steps = ((peaks * (clip / _CLIPS[0] * _FULL)).round().clamp_(1, _FULL) * unit for clip in _CLIPS)
-    best = _search(values, steps, bits, torch.zeros_like(peaks), values.square().square().sum(dim=2, keepdim=True))
-    codes = _codes(values, torch.where(best > 0, best, 1.0), bits)
-    return codes.view(rank, groups * GROUP)[:, :length], (best[..., 0] / unit).round().to(torch.uint8)
 
 
 def _search(

@@ -12,6 +12,9 @@ GROUP = 64
 LONG_SIDE = 30_000
 """Longer sides of a matrix are vocabularies: the widest layers have 28,672 inputs, small vocabularies 32,000."""
 
+CODED_FROM = 192
+"""Values of a direction from which on its codes are range coded: for fewer, a last word costs what coding saves."""
+
 _GRAM_SHARE = 0.4  # of the short side: from here on the sketch costs more than the Gram matrix
 
 
@@ -32,6 +35,11 @@ def scales_of(length: int) -> int:
 def side_bits(length: int, other: int, bits: int) -> int:
     """Bits of a banded direction along one side: `bits`, or 8 across from a vocabulary, where they cost little."""
     return 8 if scales_of(other) and not scales_of(length) else bits
+
+
+def is_coded(length: int) -> bool:
+    """Whether codes along a side are range coded, or else packed."""
+    return length >= CODED_FROM
 
 
 def covered_rank(width: int) -> int:

@@ -18,19 +18,27 @@ NIBBLE = 16
 def pack_nibbles(form: Form) -> Form:
     """Factors of int8, of which large ones hold directions of at most 4 bits as nibbles.
 
-    Those directions then come last on both sides.
+    Those directions then come last on both sides. Across from a vocabulary all have 8 bits: one side may do.
     """
     if not isinstance(form, LowRank) or not (_packs(form.left) and _packs(form.right)):
         return form
-    large = [side.codes.numel() >= LARGE for side in (form.left, form.right)]
-    small = (_is_small(form.left) & _is_small(form.right)).nonzero().flatten().tolist()
-    small = small[len(small) % 2 :]
-    if not small or not any(large):
+    sides = (form.left, form.right)
+    best: tuple[int, tuple[bool, bool], list[int]] = (0, (False, False), [])
+    few = [_is_small(side) for side in sides]
+    for chosen in ((True, True), (True, False), (False, True)):
+        packed = [(side, small) for side, small, packs in zip(sides, few, chosen, strict=True) if packs]
+        if any(side.codes.numel() < LARGE for side, _ in packed):
+            continue
+        small = torch.stack([one for _, one in packed]).all(dim=0).nonzero().flatten().tolist()
+        small = small[len(small) % 2 :]
+        saved = len(small) * sum(side.codes.shape[1] for side, _ in packed)
+        best = max(best, (saved, chosen, small), key=lambda found: found[0])
+    _, chosen, small = best
+    if not small:
         return form
-    whole = [at for at in range(form.left.rank) if at not in set(small)]
-    left, right = (
-        _packed(side, whole, small, packs) for side, packs in zip((form.left, form.right), large, strict=True)
-    )
+    rest = set(small)
+    whole = [at for at in range(form.left.rank) if at not in rest]
+    left, right = (_packed(side, whole, small, packs) for side, packs in zip(sides, chosen, strict=True))
     return LowRank(left, right)
 
 

@@ -13,14 +13,14 @@ from itertools import accumulate, pairwise
 import torch
 
 from mfs_decompose.codec.arrays import read_array
+from mfs_decompose.codec.banded import read_codes
 from mfs_decompose.codec.base import Fetch
 from mfs_decompose.codec.fixed import open_fixed
 from mfs_decompose.codec.registry import open_delta
 from mfs_decompose.codec.sizes import SHORT_INDEX
 from mfs_decompose.codec.tree import CodecNode
-from mfs_decompose.linalg.bands import WIDTHS
-from mfs_decompose.linalg.packing import pack_bits, packed_bytes, unpack_bits, unpack_int4
-from mfs_decompose.linalg.shapes import GROUP, scales_of, side_bits
+from mfs_decompose.linalg.packing import pack_bits, packed_bytes, unpack_int4
+from mfs_decompose.linalg.shapes import GROUP
 from mfs_decompose.runtime.resident_forms import TRITS, Csr, Ell, Factor, Form, LowRank, Packed, Rows
 
 _CODES = {"int4": "U8", "int8": "I8", "bf16": "BF16"}
@@ -126,20 +126,12 @@ def _banded(node: CodecNode, fetch: Fetch, shape: tuple[int, int]) -> Form | Non
     if not rank:
         return None
     sides = []
-    for side, (length, other) in zip("uv", (shape, shape[::-1]), strict=True):
-        widths = [side_bits(length, other, bits) for bits in WIDTHS]
-        sizes = [count * packed_bytes(length, bits) for count, bits in zip(counts, widths, strict=True)]
-        pieces = torch.split(read_array(node, side, fetch, "U8", (sum(sizes),)), sizes)
-        codes = [
-            # Odd integers 2 c + 1 - 2^b are 2 (c - 2^(b-1) + 1/2).
-            (unpack_bits(piece.view(count, -1), bits, length).to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
-            for piece, count, bits in zip(pieces, counts, widths, strict=True)
-            if count
-        ]
-        scales = torch.ones(rank, 1)
-        if scales_of(length):
-            scales = read_array(node, side + "s", fetch, "U8", (rank, scales_of(length))).to(torch.float32)
-        sides.append((torch.cat(codes), 2.0 * scales))
+    for side in "uv":
+        levels = read_codes(node, side, fetch, tuple(counts), shape)
+        # Odd integers 2 c + 1 - 2^b are 2 (c - 2^(b-1) + 1/2).
+        codes = [(one.codes.to(torch.int16) - (1 << (one.bits - 1))).to(torch.int8) for one in levels]
+        scales = [torch.ones(len(one.codes), 1) if one.scales is None else one.scales.float() for one in levels]
+        sides.append((torch.cat(codes), 2.0 * torch.cat(scales)))
     gains = torch.ldexp(read_array(node, "gain", fetch, "BF16", (rank,)).to(torch.float64), torch.tensor(exponent))
     (left, left_scales), (right, right_scales) = sides
     scaled = right_scales.to(torch.float64) * gains.unsqueeze(1)

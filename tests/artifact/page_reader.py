@@ -229,19 +229,31 @@ class Tensor:
     def _banded(self, node: Any, shape: tuple[int, ...]) -> Doubles:
         sides = []
         for side, length in zip("uv", shape, strict=True):
-            packed, at, rows = self._part(node, side), 0, []
-            for bits, count in zip((8, 6, 4, 3, 2), node["params"]["bands"], strict=True):
-                for _ in range(count):
-                    width = -(-length * bits // 8)
-                    codes = unpack(packed[None, at : at + width], bits, length)[0]
-                    rows.append(2 * codes + 1 - (1 << bits))
-                    at += width
+            across = length <= 30_000 < max(shape)
+            widths = [
+                8 if across else bits
+                for bits, count in zip((8, 6, 4, 3, 2), node["params"]["bands"], strict=True)
+                for _ in range(count)
+            ]
+            if length < 192:
+                rows = self._packed_codes(node, side, widths, length)
+            else:
+                rows = band_codes(self._part(node, side + "c").tobytes(), widths, length, length > 30_000)
+            rows = [2 * codes + 1 - (1 << bits) for codes, bits in zip(rows, widths, strict=True)]
             side_rows = np.array(rows, np.float64).reshape(-1, length)
             if length > 30_000:
                 side_rows *= wide(self._part(node, side + "s").astype(np.float64), length)
             sides.append(side_rows)
         gain = self._floats(node, "gain") * 2.0 ** node["params"]["exponent"]
         return (sides[0] * gain[:, None]).T @ sides[1]
+
+    def _packed_codes(self, node: Any, side: str, widths: Sequence[int], length: int) -> list[Longs]:
+        packed, at, rows = self._part(node, side), 0, []
+        for bits in widths:
+            width = -(-length * bits // 8)
+            rows.append(unpack(packed[None, at : at + width], bits, length)[0])
+            at += width
+        return rows
 
     def _fixed(self, node: Any, shape: tuple[int, ...]) -> Doubles:
         rank, head = node["params"]["rank"], self._part(node, "directions").tobytes()
@@ -355,6 +367,27 @@ def integers(data: bytes, classes: Longs, count: int) -> list[int]:
             if s > plane:
                 found[place] |= next(stream) << plane
     return found
+
+
+def band_codes(data: bytes, widths: Sequence[int], length: int, scaled: bool) -> list[Longs]:
+    """Codes of directions of some bits each."""
+    decoder = RangeDecoder(np.frombuffer(data, "<u4").tolist())
+    return [
+        np.array([decoder.symbol(cumulative) for _ in range(length)])
+        for cumulative in (frequencies(band_shares(bits, scaled)) for bits in widths)
+    ]
+
+
+def band_shares(bits: int, scaled: bool) -> list[int]:
+    t = {8: 1047693, 6: 1033823, 4: 865195, 3: 567934, 2: 172099}
+    if scaled:
+        t = {8: 1048052, 6: 1039483, 4: 920232, 3: 603587, 2: 149108}
+    half, s, w = [], 1 << 20, 1 << 20
+    while len(half) < 1 << (bits - 1):
+        half.append(max(w, 16))
+        s = s * t[bits] >> 20
+        w = w * s >> 20
+    return half[::-1] + half
 
 
 def frequencies(shares: Sequence[int]) -> list[int]:

@@ -54,7 +54,7 @@ def base_tensors() -> dict[str, torch.Tensor]:
         "experts.weight": drawn(4, brain, 3, 20, 18),
         "conv.weight": drawn(5, brain, 12, 4, 3, 1),
         "pile.weight": drawn(12, brain, 2, 10, 70),
-        "half.weight": drawn(6, half, 70, 90),
+        "half.weight": drawn(6, half, 70, 230),
         "single.weight": drawn(7, single, 33, 21),
         "rest.weight": drawn(8, brain, 41, 70),
         "sign.weight": drawn(9, brain, 19, 130),
@@ -132,6 +132,17 @@ def test_the_page_is_enough_to_decode_every_tensor(name: str, made: Path, tmp_pa
                 continue  # tests/codec/lossless_oracle.py is a reader of that codec
             assert np.array_equal(tensor.restored(), words(restored[tensor.name])), tensor.name
             assert np.array_equal(tensor.served().view("<u4"), words(served[tensor.name])), tensor.name
+
+
+def test_the_page_is_enough_to_decode_bands_of_a_vocabulary(tmp_path: Path) -> None:
+    base = {"embed.weight": drawn(13, torch.float16, 30_010, 12)}
+    folders = [write(tmp_path / name, own) for name, own in (("base", base), ("one", moved(base, 3)))]
+    recipe = {"objective.budget": "9%", "deltas.default.factors": "banded"}
+    decompose(folders[0], {"one": folders[1]}, tmp_path / "art", overrides=recipe, threads=1, device="cpu")
+    (tensor,) = Page(tmp_path / "art").tensors("one").values()
+    assert [part["name"] for part in tensor.record["tree"]["parts"]] == ["gain", "us", "uc", "v"]
+    served = read_weights(restore(tmp_path / "art", "one", tmp_path / "served", dtype="float32").folder)
+    assert np.array_equal(tensor.served().view("<u4"), words(served["embed.weight"]))
 
 
 def test_all_codecs_of_a_delta_were_read(made: Path) -> None:

@@ -14,6 +14,8 @@ from mfs_decompose.linalg.bands import (
     ERROR,
     MOST_MADE_UP,
     NOISE,
+    RATE,
+    RATE_LONG,
     WIDTHS,
     BandLadder,
     Bands,
@@ -69,6 +71,17 @@ def test_a_direction_costs_its_codes_and_gain(bits: int) -> None:
     assert bands_bytes((65, 33), tuple(3 if one == bits else 0 for one in WIDTHS)) == 3 * direction_bytes(
         (65, 33), bits
     )
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_codes_of_longer_sides_are_given_what_coding_takes(bits: int) -> None:
+    def coded(length: int, rate: int) -> int:
+        return (length * rate + 511) // 512  # rates are 64ths of a bit
+
+    assert direction_bytes((576, 1536), bits) == 2 + coded(576, RATE[bits]) + coded(1536, RATE[bits])
+    assert direction_bytes((191, 192), bits) == 2 + (191 * bits + 7) // 8 + coded(192, RATE[bits])
+    vocabulary = 2 + coded(49152, RATE_LONG[bits]) + 49152 // 64 + coded(576, RATE[8])
+    assert direction_bytes((49152, 576), bits) == direction_bytes((576, 49152), bits) == vocabulary
 
 
 @given(st.lists(st.tuples(_ENERGIES, _SHAPES), min_size=1, max_size=4), st.integers(0, 20_000))

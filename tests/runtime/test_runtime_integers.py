@@ -56,6 +56,20 @@ def test_nibbles_hold_the_same_values(whole: int, small: int, half: bool, which:
     assert pack_nibbles(packed) is packed
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_side_is_packed_where_the_other_has_8_bits(packs_all: None, side: str) -> None:
+    """As across from a vocabulary."""
+    wide, few = factors(9, 2), factors(9, 3, small=9)
+    form = LowRank(few.left, wide.right) if side == "left" else LowRank(wide.left, few.right)
+    packed = pack_nibbles(form)
+    assert isinstance(packed, LowRank)
+    own, other = (packed.left, packed.right) if side == "left" else (packed.right, packed.left)
+    assert own.nibbles is not None and own.nibbles.shape[0] == 4
+    assert other.nibbles is None and other.codes.shape[0] == 9
+    expected = form.left.values().mT @ form.right.values()
+    assert torch.allclose(packed.left.values().mT @ packed.right.values(), expected, atol=1e-4)
+
+
 def test_what_is_not_of_small_integers_is_not_packed(packs_all: None) -> None:
     form = factors(6, 1, small=6)
     for other in (
