@@ -25,6 +25,7 @@ from mfs_decompose.events import NullSink, ProgressSink
 from mfs_decompose.pipeline.assemble import finish
 from mfs_decompose.pipeline.begin import Begun, Clock, begin
 from mfs_decompose.pipeline.device import choose_device, platform_facts
+from mfs_decompose.pipeline.encode import Choice
 from mfs_decompose.pipeline.finished import matches_finished
 from mfs_decompose.pipeline.passes import encode_all
 from mfs_decompose.pipeline.prepare import Prepared, prepare
@@ -35,6 +36,7 @@ from mfs_decompose.pipeline.target import Reached, check_text, reach_target
 from mfs_decompose.pipeline.workspace import publish_finished
 from mfs_decompose.plan.allocate import Key
 from mfs_decompose.provenance import tool_versions
+from mfs_decompose.units import format_bytes
 
 
 def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -> DecomposeReport:
@@ -70,6 +72,7 @@ def decompose(request: DecomposeRequest, progress: ProgressSink | None = None) -
         with clock.stage("allocate"):
             reached = _reach(begun, request, prepared)
             choices = allocator.choose() if reached is None else reached.choices
+        _say_merged(surveyed, choices, sink)
         with clock.stage("pass 2"):
             pieces = encode_all(job, surveyed, choices)
         _say_nonfinite(surveyed, prepared.merges, sink)
@@ -105,6 +108,19 @@ def _reach(begun: Begun, request: DecomposeRequest, prepared: Prepared) -> Reach
     assert request.gauges is not None, "check_text saw to it"
     curves = {id: one.curve for id, one in begun.calibrations.items() if one.curve is not None}
     return reach_target(begun.job, begun.allocator, request.gauges, prepared.variants, curves)
+
+
+def _say_merged(surveyed: Mapping[Key, Surveyed], choices: Mapping[Key, Choice], sink: ProgressSink) -> None:
+    """Where a budget bought less drift as served than all bits of a merged LoRA have: what those would have taken."""
+    passed_over: dict[str, list[int]] = {}
+    for key, facts in surveyed.items():
+        if facts.open is not None and facts.open.peeled is not None and choices[key].codec != "lora-exact":
+            passed_over.setdefault(key[0], []).append(facts.open.peeled[0])
+    for id, sizes in sorted(passed_over.items()):
+        sink.note(
+            f"variant {id!r} is a merged LoRA: --codec lora-exact would keep all bits of {len(sizes)} matrices in "
+            f"{format_bytes(sum(sizes))}; served, they would lose more of the delta"
+        )
 
 
 def _say_nonfinite(surveyed: Mapping[Key, Surveyed], adapters: Collection[str], sink: ProgressSink) -> None:

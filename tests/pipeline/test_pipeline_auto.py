@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from interruptions import PASS_2, Interrupting, partial
-from pipeline_runs import Folders, Tensors, back, codec_of, contents, planted, record, run, same_bits, toy
+from pipeline_runs import Folders, Recording, Tensors, back, codec_of, contents, planted, record, run, same_bits, toy
 
 from mfs_decompose.artifact.verify import verify
 from mfs_decompose.errors import UsageError
@@ -18,6 +18,7 @@ from mfs_decompose.plan.cap import ENTRY_BYTES, SHARD_BYTES
 from mfs_decompose.plan.drift import DEFAULT, SHRINK, DriftWeights, fit_weights
 from mfs_decompose.plan.layers import depth_of, layer_number, layer_type
 from mfs_decompose.recipe.values import read_budget
+from mfs_decompose.units import format_bytes
 
 Q, UP, DOWN, EMBED = (
     "model.layers.0.self_attn.q_proj.weight",
@@ -139,19 +140,19 @@ def test_a_cap_that_holds_all_bits_keeps_them(
         assert all(same_bits(weights[name], tensor) for name, tensor in originals[variant.id].items())
 
 
-def test_a_merged_lora_keeps_all_bits_in_its_factors(
+def test_a_merged_lora_whose_rounding_a_budget_holds_is_served_with_it_and_the_exact_way_is_named(
     tmp_path: Path, folders: Folders, originals: Mapping[str, Tensors]
 ) -> None:
-    (variant,) = run(
-        tmp_path / "art", folders["base"], variants(folders, "merged"), {"objective.budget": "12%"}
-    ).variants
-    assert variant.exact_tensors == 5 and 0.0 < variant.rel_error < 0.1  # served without the rounding of the merge
-    assert variant.codecs == {"corrected(fixed)": 4, "identical": 1}
-    (whole,) = run(
-        tmp_path / "lossless", folders["base"], variants(folders, "merged"), {"deltas.default.codec": "lossless"}
-    ).variants
-    assert variant.bytes < 0.5 * whole.bytes
-    restored, weights = back(tmp_path / "art", "merged", tmp_path / "out", exact=True)
+    chosen, sink = variants(folders, "merged"), Recording()
+    (variant,) = run(tmp_path / "art", folders["base"], chosen, {"objective.budget": "12%"}, sink).variants
+    (exact,) = run(tmp_path / "exact", folders["base"], chosen, {"deltas.default.codec": "lora-exact"}).variants
+    assert exact.exact_tensors == 5 and exact.bytes < variant.bytes
+    assert 0.0 < variant.rel_error < exact.rel_error < 0.1  # served without the rounding of the merge
+    (said,) = [note for note, _ in sink.notes if "merged LoRA" in note]
+    tensors = record(tmp_path / "exact", "merged")["tensors"]
+    size = sum(tensors[name]["blob"]["nbytes"] for name in SHAPES)
+    assert "--codec lora-exact" in said and "4 matrices" in said and format_bytes(size) in said
+    restored, weights = back(tmp_path / "exact", "merged", tmp_path / "out", exact=True)
     assert restored.exact
     assert all(same_bits(weights[name], tensor) for name, tensor in originals["merged"].items())
     assert verify(tmp_path / "art", "values").ok

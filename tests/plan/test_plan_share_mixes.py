@@ -16,7 +16,7 @@ from mfs_decompose.codec.deadzone import DEAD
 from mfs_decompose.linalg.bands import WIDTHS, Bands, bands_bytes, direction_bytes
 from mfs_decompose.linalg.dead_curve import measure_dead_curve
 from mfs_decompose.plan.allocate import Candidate, Key
-from mfs_decompose.plan.mixes import Mix, MixCandidate, mix_bytes, mix_drift, split
+from mfs_decompose.plan.mixes import Mix, MixCandidate, energy_lost, mix_bytes, mix_drift, split
 from mfs_decompose.plan.share import (
     FLATTERED,
     PARTS,
@@ -137,6 +137,14 @@ class TestMergedLoras:
         picked = choose_mixes(ones, 8_000)
         assert not picked["v", "merged"].keeps_bits
         assert drift_of(ones, picked) < 0.1
+
+    def test_nor_are_those_whose_rounding_bands_of_the_same_bytes_hold_as_well(self) -> None:
+        """Flat energy in no strong direction counts nothing in the predicted drift, and yet makes the KL."""
+        merged = replace(open_tensor([9.0, *[0.05] * 40], 0.1, exact=9_000.0), peeled=(400, 1))
+        ones: dict[Key, MixCandidate] = {("v", "merged"): merged}
+        picked = choose_mixes(ones, 8_000)["v", "merged"]
+        assert mix_drift(merged, Mix(peeled=True)) < 0.01 * energy_lost(merged, Mix(peeled=True))
+        assert not picked.keeps_bits and energy_lost(merged, picked) < energy_lost(merged, Mix(peeled=True))
 
     @pytest.mark.parametrize(("nbytes", "exact", "way"), [(400, 500.0, "peeled"), (500, 400.0, "exact")])
     def test_of_two_ways_the_cheaper_one_keeps_the_bits(self, nbytes: int, exact: float, way: str) -> None:
