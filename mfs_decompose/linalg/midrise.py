@@ -55,21 +55,14 @@ class Quantiser:
 
     def codes(self, times: float = 1.0) -> torch.Tensor:
         """Codes uint8 [R, N] with steps `times` as large."""
-        return self._at(self._steps_at(times))
+        return self._at(self._steps * times)
 
     def levels(self, times: float = 1.0) -> Levels:
-        """Codes, scales and gains with steps `times` as large."""
-        steps = self._steps_at(times)
-        codes = self._at(steps)
-        scales = (steps[..., 0] / self._unit).round().to(torch.uint8) if self._groups else None
+        """Codes, scales and gains with steps `times` as large; scales stay, and gains follow."""
+        codes = self.codes(times)
+        scales = (self._steps[..., 0] / self._unit).round().to(torch.uint8) if self._groups else None
         gains = _unshrunk(self._directions, integers(codes, self.bits, scales))
         return Levels(codes, gains, self.bits, scales)
-
-    def _steps_at(self, times: float) -> torch.Tensor:
-        if not self._groups:
-            return self._steps * times
-        scales = (self._steps / self._unit * times).round()
-        return torch.where(self._steps > 0, scales.clamp_(1, _FULL), 0.0) * self._unit
 
     def _at(self, steps: torch.Tensor) -> torch.Tensor:
         codes = _codes(self._values, torch.where(steps > 0, steps, 1.0), self.bits)

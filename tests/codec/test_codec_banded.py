@@ -300,6 +300,36 @@ def test_directions_of_a_few_entries_add_no_more_than_they_explain(bits: int) ->
     assert left >= without - 1e-9
 
 
+KINDS = ("sparse", "constant", "signs", "uniform", "peak", "heavy", "normal", "uneven")
+
+
+def assert_fits(kind: str, shape: tuple[int, int], bits: int, count: int) -> None:
+    """Directions of a kind take no more than they are given, and come back finite."""
+    draw = generator(32)
+
+    def side(length: int) -> torch.Tensor:
+        values = torch.randn(count, length, generator=draw)
+        if kind == "sparse":
+            return values * (torch.rand(count, length, generator=draw) < 0.01)
+        if kind == "constant":
+            return torch.ones(count, length)
+        if kind == "signs":
+            return values.sign() * 3
+        if kind == "uniform":
+            return torch.rand(count, length, generator=draw) - 0.5
+        if kind == "peak":
+            values[:, 0] = 1e6
+        if kind == "uneven":
+            values *= torch.logspace(-6, 0, length)
+        return values**5 if kind == "heavy" else values
+
+    pieces: list[bytes] = []
+    node = _CODEC.encode(side(shape[0]), side(shape[1]), only(bits, count), pieces.append)
+    stored = Stored(node, b"".join(pieces))
+    assert len(stored.data) <= bands_bytes(shape, only(bits, count))
+    assert bool(torch.isfinite(decode(stored, shape)).all())
+
+
 class TestVocabularies:
     """A side that is longer than any layer is wide has scales."""
 
@@ -344,6 +374,13 @@ class TestVocabularies:
             stored = store(factor(decaying(130, 33, seed=23)), self.BANDS)
         with pytest.raises(ArtifactInvalid):
             _CODEC.open(stored.node, stored.fetch, (130, 33))
+
+    @pytest.mark.parametrize("bits", WIDTHS)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_directions_of_any_kind_fit(self, kind: str, bits: int) -> None:
+        """Also where the largest scale is the largest there is: steps grow without it."""
+        for shape, count in (((400, 33), 1), ((400, 33), 7), ((33, 400), 5), ((300, 400), 3)):
+            assert_fits(kind, shape, bits, count)
 
     def test_noise_counts_in_full_there(self) -> None:
         assert loss((130, 33), 2) == loss((33, 130), 2) == ERROR_LONG[2]
@@ -395,33 +432,13 @@ class TestCoded:
                 assert Fraction(float(decoded[row, column])) == by_hand(stored, row, column, shape, self.BANDS)
 
     @given(
-        st.sampled_from(["sparse", "constant", "signs", "uniform", "peak", "heavy"]),
+        st.sampled_from(KINDS),
         st.sampled_from(SHAPES),
         st.sampled_from(WIDTHS),
         st.integers(1, 12),
     )
     def test_directions_of_any_kind_fit(self, kind: str, shape: tuple[int, int], bits: int, count: int) -> None:
-        draw = generator(32)
-
-        def side(length: int) -> torch.Tensor:
-            values = torch.randn(count, length, generator=draw)
-            if kind == "sparse":
-                return values * (torch.rand(count, length, generator=draw) < 0.01)
-            if kind == "constant":
-                return torch.ones(count, length)
-            if kind == "signs":
-                return values.sign() * 3
-            if kind == "uniform":
-                return torch.rand(count, length, generator=draw) - 0.5
-            if kind == "peak":
-                values[:, 0] = 1e6
-            return values**5 if kind == "heavy" else values
-
-        pieces: list[bytes] = []
-        node = _CODEC.encode(side(shape[0]), side(shape[1]), only(bits, count), pieces.append)
-        stored = Stored(node, b"".join(pieces))
-        assert len(stored.data) <= bands_bytes(shape, only(bits, count))
-        assert bool(torch.isfinite(decode(stored, shape)).all())
+        assert_fits(kind, shape, bits, count)
 
     def test_steps_grow_no_more_than_they_must(self) -> None:
         """The second factor is given what the first one leaves, and half as many bytes again lower the error."""
