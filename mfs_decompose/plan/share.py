@@ -25,8 +25,6 @@ either: what is served lacks the rounding of the merge, which lies in no strong 
 (5.7e-5, 6.7e-6 for a unit; bands of the same bytes lose nine tenths of its energy and have 3.1e-5)."""
 
 _TURNS = 60
-_SPENT = 0.98
-"""Of a budget: what bands alone leave then is no reason to code a rest, beside which bands make up for nothing."""
 
 PARTS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02, 0.0)
 """Of a budget for bands; predicted drift changes little between two neighbours."""
@@ -105,12 +103,7 @@ def _best_split(mixes: Mapping[Key, MixCandidate], budget: float) -> dict[Key, M
     found: dict[Key, Mix] = {}
     least = math.inf
     for part in PARTS:
-        bands = banded.spend(int(budget * part))
-        mix = split(mixes, bands, budget)
-        if part == 1.0:
-            alone = {key: Mix(bands[key]) for key in mixes}
-            spent = math.fsum(mix_taken(mixes[key], one) for key, one in alone.items())
-            mix = alone if spent >= _SPENT * budget else mix
+        mix = split(mixes, banded.spend(int(budget * part)), budget)
         drift = math.exp(FLATTERED * (1.0 - part)) * math.fsum(mix_drift(mixes[key], mix[key]) for key in mix)
         if drift < least:
             found, least = mix, drift

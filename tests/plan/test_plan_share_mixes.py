@@ -112,18 +112,6 @@ def test_a_tensor_of_which_all_bits_cost_no_more_leaves_its_bytes_to_the_others(
     assert drift_of(ones, picked) <= 1.1 * mix_drift(dear, apart["v", "dear"])
 
 
-def test_the_last_bytes_that_bands_leave_code_no_rest() -> None:
-    """Beside one they would make up for nothing: all would lose more than those bytes save."""
-    ones: dict[Key, MixCandidate] = {
-        ("v", str(at)): open_tensor(falling(40.0, 0.5), 0.01, exact=None) for at in range(3)
-    }
-    for budget in range(1_500, 2_400, 100):
-        picked = choose_mixes(ones, budget)
-        if sum(bands_bytes(SHAPE, mix.bands) + 96 for mix in picked.values()) >= 0.98 * budget:
-            assert all(mix.step == 0.0 for mix in picked.values())
-    assert all(mix.step == 0.0 for mix in choose_mixes(ones, 2_000).values())
-
-
 class TestMergedLoras:
     """Their factors keep all bits, and what is served of them lacks the rounding of the merge alone."""
 
