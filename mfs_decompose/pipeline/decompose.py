@@ -118,8 +118,8 @@ def _say_merged(surveyed: Mapping[Key, Surveyed], choices: Mapping[Key, Choice],
             passed_over.setdefault(key[0], []).append(facts.open.peeled[0])
     for id, sizes in sorted(passed_over.items()):
         sink.note(
-            f"variant {id!r} is a merged LoRA: --codec lora-exact would keep all bits of {len(sizes)} matrices in "
-            f"{format_bytes(sum(sizes))}; served, they would lose more of the delta"
+            f"{id}: {len(sizes)} {'matrix holds' if len(sizes) == 1 else 'matrices hold'} a merged LoRA: --codec "
+            f"lora-exact would keep all bits there in {format_bytes(sum(sizes))}; served, more of the delta would be lost"
         )
 
 

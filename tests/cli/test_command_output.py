@@ -177,7 +177,8 @@ WARNING = "vocab: 1 tensor with 259 rows where the base has 257, the new rows st
 def test_plain_progress_is_a_line_a_stage(family: Family, tmp_path: Path) -> None:
     ran = succeeded(*decompose_words(family, tmp_path / "art"), "--progress", "plain")
     assert ran.talk[0] == f"Warning: {WARNING}"
-    stages = [line for line in ran.talk[1:] if not line.startswith("sizes: ")]  # as often as sizes need
+    # Sizes are counted as often as they need; the toy's deltas are low rank, which is said.
+    stages = [line for line in ran.talk[1:] if not line.startswith("sizes: ") and "a merged LoRA" not in line]
     for stage, line in zip(STAGES, stages, strict=False):
         assert re.fullmatch(rf"{re.escape(stage)}: \S+ k?B in \d+\.\d s", line)
     assert ran.talk[-2].startswith(f"wrote {tmp_path / 'art'}: ")
@@ -188,7 +189,8 @@ def test_plain_progress_is_a_line_a_stage(family: Family, tmp_path: Path) -> Non
 def test_no_progress_leaves_warnings_and_talk(family: Family, tmp_path: Path) -> None:
     ran = succeeded(*decompose_words(family, tmp_path / "art"), "--progress", "none")
     assert ran.talk[0] == f"Warning: {WARNING}"
-    assert [line.split()[0] for line in ran.talk[1:]] == ["note:", "wrote", "next:"]
+    talk = [line.split()[0] for line in ran.talk[1:] if "a merged LoRA" not in line]
+    assert talk == ["note:", "wrote", "next:"]
     quiet = succeeded(*decompose_words(family, tmp_path / "art2"), "-q")
     assert quiet.talk == [f"Warning: {WARNING}"]
 
