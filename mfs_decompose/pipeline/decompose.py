@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -112,15 +113,18 @@ def _reach(begun: Begun, request: DecomposeRequest, prepared: Prepared) -> Reach
 
 def _say_merged(surveyed: Mapping[Key, Surveyed], choices: Mapping[Key, Choice], sink: ProgressSink) -> None:
     """Where a budget bought less drift as served than all bits of a merged LoRA have: what those would have taken."""
-    passed_over: dict[str, list[int]] = {}
+    open_, passed_over = Counter[str](), dict[str, list[int]]()
     for key, facts in surveyed.items():
-        if facts.open is not None and facts.open.peeled is not None and choices[key].codec != "lora-exact":
-            passed_over.setdefault(key[0], []).append(facts.open.peeled[0])
+        if facts.open is not None:
+            open_[key[0]] += 1
+            if facts.open.peeled is not None and choices[key].codec != "lora-exact":
+                passed_over.setdefault(key[0], []).append(facts.open.peeled[0])
     for id, sizes in sorted(passed_over.items()):
-        sink.note(
-            f"{id}: {len(sizes)} {'matrix holds' if len(sizes) == 1 else 'matrices hold'} a merged LoRA: --codec "
-            f"lora-exact would keep all bits there in {format_bytes(sum(sizes))}; served, more of the delta would be lost"
-        )
+        if 2 * len(sizes) > open_[id]:  # a full fine-tune can have a matrix or two that look like one
+            sink.note(
+                f"{id} looks like a merged LoRA: --codec lora-exact would keep all bits of {len(sizes)} matrices in "
+                f"{format_bytes(sum(sizes))}; served, more of the delta would be lost"
+            )
 
 
 def _say_nonfinite(surveyed: Mapping[Key, Surveyed], adapters: Collection[str], sink: ProgressSink) -> None:
