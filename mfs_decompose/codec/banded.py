@@ -29,10 +29,8 @@ from mfs_decompose.linalg.range_coder import OVERHEAD
 from mfs_decompose.linalg.shapes import is_coded, scales_of, side_bits
 
 _EXACT = 1 << 53
-_TURN, _TURNS = (
-    1.004,
-    range(-12, 2048),
-)  # steps of codes are enlarged by such powers, up to where all codes are the least
+_TURN = 1.004  # by whose powers steps of codes are enlarged
+_TURNS = range(-12, 2048)  # those powers, up to where all codes are the least
 _EXPONENTS = range(-500, 501)
 _LOUD = 2.0  # energy of a direction as it is stored: more is a direction that were better left out
 _MAX_GROWTH = 2.0  # of a left direction by the feedback; more means that the quantised right factor is near singular

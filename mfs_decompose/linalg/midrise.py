@@ -77,11 +77,6 @@ class Quantiser:
         return (_search(values, steps, self.bits, torch.zeros_like(peaks), nothing) / self._unit).round()
 
 
-def quantise_levels(directions_RN: torch.Tensor, bits: int) -> Levels:
-    """Quantise finite fp32 directions to `bits` in 2..8, each on its own."""
-    return Quantiser(directions_RN, bits).levels()
-
-
 def integers(codes_RN: torch.Tensor, bits: int, scales: torch.Tensor | None = None, start: int = 0) -> torch.Tensor:
     """`scales * (2 * codes + 1 - 2^bits)` in fp64 for codes of the columns from `start`, exact."""
     odd = codes_RN.to(torch.float64).mul_(2.0).sub_(float((1 << bits) - 1))

@@ -28,7 +28,7 @@ from mfs_decompose.linalg.bands import (
     errors,
     loss,
 )
-from mfs_decompose.linalg.midrise import dequantise_levels, quantise_levels
+from mfs_decompose.linalg.midrise import Quantiser, dequantise_levels
 from mfs_decompose.linalg.svd import Truncation, truncated_svd
 
 _CODEC = Banded()
@@ -105,7 +105,7 @@ def test_the_error_of_the_first_factor_is_fed_into_the_second(bits: int) -> None
     """On the input directions of the fit, the left factor with the quantised right one has the fit's own effect."""
     found = factor(torch.randn(300, 200, generator=generator(5)), 50)
     right = found.right.to(torch.float64)
-    vs = [quantise_levels(found.right, bits)]
+    vs = [Quantiser(found.right, bits).levels()]
     wanted = found.left.to(torch.float64).mT @ right @ right.mT
     errors = []
     for left in (banded._feed_back(found.left, found.right, vs), found.left):
