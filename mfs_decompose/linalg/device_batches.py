@@ -147,6 +147,7 @@ class _Early:
         self._mutex = threading.Lock()
         self._tickets: list[_Ticket] = []
         self._allowed = True
+        self._made_way = False
 
     @contextmanager
     def send(self, transfer: Transfer, read: _Read) -> Iterator[_Ticket]:
@@ -172,17 +173,19 @@ class _Early:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            ticket.drop()  # not beside the other one; its turn will come
+            with self._mutex:  # not beside the other one, which it may have crowded; its turn will come
+                self._made_way |= ticket.drop()
             return
         with self._mutex:
             ticket.complete = self._allowed
 
     def give_up(self) -> bool:
-        """Drop what was sent early, for good; whether there was anything."""
+        """Drop what was sent early, for good; whether there was anything, now or until it made way by itself."""
         with self._mutex:
             self._allowed = False
             dropped = [ticket.drop() for ticket in self._tickets]
-            return any(dropped)
+            made_way, self._made_way = self._made_way, False
+            return made_way or any(dropped)
 
 
 @cache

@@ -304,6 +304,37 @@ def test_blocks_that_were_sent_early_make_way() -> None:
     assert lane.left_to_cpu == lane.halvings == 0
 
 
+def test_what_met_blocks_that_then_made_way_by_themselves_is_tried_again() -> None:
+    matrix = tall()
+    device = FakeDevice(matrix.numel())
+    lane = Lane("cpu", device)
+    met = threading.Event()
+    calls: list[int] = []
+
+    def blocks() -> Iterator[tuple[int, torch.Tensor]]:
+        for first, block in Blocks(matrix, _BLOCK)():
+            assert first == 0 or met.wait(20)
+            yield first, block
+
+    def crowded(given: torch.Tensor, keys: Sequence[int]) -> list[Truncation | None]:
+        calls.append(len(keys))
+        if len(calls) == 1:
+            Meeting(lane, device).until(lambda: len(device.sizes) == 2)
+            met.set()
+            # The blocks do not fit beside this one, and are dropped before it says that it had no room.
+            Meeting(lane, device).until(lambda: device.used == SIZE)
+            raise torch.OutOfMemoryError("planted")
+        return factorise(given, keys)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lane.fit, matrices(1), [1], crowded)
+        Meeting(lane, device).until(lambda: bool(calls))
+        second = pool.submit(lane.fit_blocks, blocks, svd_of(matrix))
+        assert same(first.result()[0], factorise(matrices(1), [1])[0])
+        assert same(second.result(), blocked_svd(Blocks(matrix, _BLOCK), (101, 43), RANK, 9))
+    assert len(calls) == 2 and lane.left_to_cpu == lane.halvings == 0
+
+
 def test_no_blocks_at_all() -> None:
     lane = Lane("cpu", FakeDevice(10))
     empty = Blocks(torch.zeros(0, 4), 3)
