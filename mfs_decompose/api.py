@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from mfs_decompose.pipeline.gauge import Gauges
     from mfs_decompose.pipeline.request import DecomposeReport
     from mfs_decompose.pipeline.restore import Restored
-    from mfs_decompose.runtime.load import Precision
     from mfs_decompose.runtime.scheduler import Limits
     from mfs_decompose.runtime.served import ServedFamily
     from mfs_decompose.runtime.tiers import TierLimits
@@ -50,7 +49,6 @@ class Family(StoredFamily):
         base: PathLike | None = None,
         device: str = "cpu",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        precision: Precision = "auto",
         tiers: TierLimits | None = None,
         limits: Limits | None = None,
         kv_tokens: int = 16384,
@@ -63,8 +61,6 @@ class Family(StoredFamily):
             base: folder of the base, for an artifact that refers to it.
             device: cpu, cuda, cuda:N, or auto, which spreads the layers over all GPUs.
             dtype: of the base's weights and the activations; deltas are added in fp32.
-            precision: of factors and single entries: int8 as stored, fp32 faster on a CPU, with up to four times the
-                memory; auto is fp32 for each variant that stays small.
             tiers: memory for deltas on the device and beside it; without, all are on the device.
             limits: of one step of the engine.
             kv_tokens: room for keys and values, in tokens.
@@ -82,7 +78,6 @@ class Family(StoredFamily):
             base=None if base is None else os.fspath(base),
             device=device,
             dtype=dtype,
-            precision=precision,
             limits=tiers,
         )
         return ServedFamily(loaded, limits=limits, kv_tokens=kv_tokens)

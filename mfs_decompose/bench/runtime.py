@@ -19,7 +19,7 @@ from mfs_decompose.bench.peers import measure_isolated, measure_peft
 from mfs_decompose.errors import UsageError
 from mfs_decompose.events import ProgressSink
 from mfs_decompose.runtime.engine import Engine
-from mfs_decompose.runtime.load import LoadedFamily, Precision, load_family
+from mfs_decompose.runtime.load import LoadedFamily, load_family
 from mfs_decompose.runtime.open_engine import open_engine
 from mfs_decompose.runtime.requests import Request, SamplingParams
 from mfs_decompose.runtime.scheduler import Limits
@@ -43,7 +43,6 @@ class BenchRequest:
     variants: Sequence[str] | None = None
     base: str | None = None
     device: str = "cpu"
-    precision: Precision = "auto"
     scratch: Path | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +74,6 @@ def bench_runtime(request: BenchRequest, progress: ProgressSink) -> RuntimeBench
         variants=request.variants,
         base=request.base,
         device=request.device,
-        precision=request.precision,
     )
     ids = [id for id in family.variants if id != "base"]
     if not ids:
@@ -103,7 +101,7 @@ def bench_runtime(request: BenchRequest, progress: ProgressSink) -> RuntimeBench
         settings={
             "rows": rows, "prompt": request.prompt, "tokens": request.tokens, "rounds": request.rounds,
             "threads": torch.get_num_threads(), "device": request.device, "dtype": "float32",
-            "precision": request.precision, "ops": family.ops,
+            "ops": family.ops,
         },
         memory=_memory(request, family, engine, ids),
         mixed=mixed,

@@ -37,12 +37,6 @@ def command(
     prompt: Annotated[int, typer.Option("--prompt", min=1, metavar="N", help="Tokens of a prompt.")] = 32,
     tokens: Annotated[int, typer.Option("--tokens", min=2, metavar="N", help="Tokens of an answer.")] = 16,
     rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Rounds; the best of each counts.")] = 3,
-    precision: Annotated[
-        Literal["auto", "int8", "fp32"],
-        typer.Option(
-            "--precision", help="Of factors in memory: int8 as stored, fp32 larger and faster, auto as loaded."
-        ),
-    ] = "auto",
     peers: Annotated[
         bool, typer.Option("--peers/--no-peers", help="Also whole models in transformers, and adapters in PEFT.")
     ] = True,
@@ -80,7 +74,6 @@ def command(
             variants=None if variant is None else [variant],
             base=base,
             device=choose_device(device),
-            precision=precision,
             scratch=Path(folder) if peers else None,
         )
         with _threads(threads):

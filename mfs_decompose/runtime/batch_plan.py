@@ -7,24 +7,22 @@ one range of rows and its delta one small product over a slice; nothing is gathe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from mfs_decompose.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-T = TypeVar("T")
 
 BASE = -1
 """The slot of the base: rows without a delta."""
 
 ANY_ROWS = -1
 """The rows of a plan for one variant in whatever is passed: [B, S, H] of any B and S."""
+
+FEW_ROWS = 64
+"""Of a step whose variants are answered together: with more, each variant's own products are the faster way."""
 
 _RECENT = 8  # plans kept
 
@@ -52,7 +50,6 @@ class BatchPlan:
     groups: tuple[Group, ...]
     rows: int
     uniform: bool
-    _foreign: dict[object, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def for_rows(cls, row_variants: Sequence[int]) -> BatchPlan:
@@ -93,22 +90,6 @@ class BatchPlan:
         assert rows == self.rows, f"{rows} rows reached a module under a plan for {self.rows}"
         return self.groups
 
-    def foreign(self, owners: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-        """bool [T, N], true where a column is not of the row's own variant; kept, as layers are alike.
-
-        Args:
-            owners: variant and number of columns, side by side.
-        """
-        found = self._foreign.get((owners, device))
-        if found is None:
-            import torch
-
-            columns = torch.tensor([variant for variant, count in owners for _ in range(count)])
-            rows = torch.tensor(self.row_variants)
-            found = (rows[:, None] != columns[None, :]).to(device)
-            self._foreign[owners, device] = found
-        return found
-
 
 class PlanSlot:
     """Where the modules of one loaded model find the plan of the step that runs; one step at a time, whoever asks."""
@@ -119,9 +100,6 @@ class PlanSlot:
         self._logits: BatchPlan | None = None
         self._thread: int | None = None
         self._recent: dict[BatchPlan, BatchPlan] = {}
-        self._last: tuple[object, object] = (None, None)
-        self.shares = True
-        """Whether siblings that are given the same tensor may share what is made of it (`once`)."""
         self.resident: set[int] | None = None
         """The slots whose deltas are attached; None where that is all of them.  Rows of others would be the base's."""
 
@@ -148,14 +126,6 @@ class PlanSlot:
                 yield
             finally:
                 self._plan, self._logits, self._thread = before
-                self._last = (None, None)
-
-    def once(self, key: object, make: Callable[[], T]) -> T:
-        """What `make` gives, kept while calls come with the same object: q, k and v share their inputs."""
-        if self._last[0] is not key or not self.shares:
-            self._last = (key, make())
-        found: T = self._last[1]  # type: ignore[assignment]
-        return found
 
     def _known(self, plan: BatchPlan) -> BatchPlan:
         """The same plan as it was used before, with what was worked out for it: steps of decoding are alike."""

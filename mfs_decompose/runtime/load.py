@@ -8,11 +8,10 @@ with family.use("math") as model, torch.inference_mode():
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -27,7 +26,6 @@ from mfs_decompose.runtime.load_deltas import Places, Router
 from mfs_decompose.runtime.load_swap import attach, detach, swap_modules, swap_rotary
 from mfs_decompose.runtime.loaded import LoadedFamily, LoadedVariant
 from mfs_decompose.runtime.ops.dispatch import choose_ops
-from mfs_decompose.runtime.precision import Precision, widen_small
 from mfs_decompose.runtime.resident import SharedForms
 from mfs_decompose.runtime.tiers import TierLimits, Tiers
 from mfs_decompose.source.architecture import language_model_class, read_transformers_config
@@ -35,7 +33,7 @@ from mfs_decompose.source.side_files import GENERATION_CONFIG
 from mfs_decompose.source.stop_ids import find_stop_ids
 from mfs_decompose.source.tokenizer_facts import read_tokenizer
 
-__all__ = ["LoadedFamily", "LoadedVariant", "Precision", "load_family"]
+__all__ = ["LoadedFamily", "LoadedVariant", "load_family"]
 
 
 def load_family(
@@ -46,7 +44,6 @@ def load_family(
     device: str = "cpu",
     dtype: str = "float32",
     ops: str = "auto",
-    precision: Precision = "auto",
     limits: TierLimits | None = None,
 ) -> LoadedFamily:
     """Load a family to be run.
@@ -59,8 +56,6 @@ def load_family(
         device: cpu, cuda, cuda:N, or auto, which spreads the layers over all GPUs.
         dtype: of the base's weights and of the activations; deltas are added in fp32.
         ops: auto, cpu or reference.
-        precision: of factors and single entries: int8 keeps what is stored, fp32 is faster on a CPU and takes up to
-            four times the memory, auto is fp32 for each variant that then takes at most a sixteenth of the base.
         limits: memory for deltas; without, all variants are on the device.
 
     Raises:
@@ -71,8 +66,6 @@ def load_family(
     """
     if dtype not in DTYPES:
         raise UsageError(f"expected a dtype among {', '.join(DTYPES)}, found {dtype!r}")
-    if precision not in get_args(Precision):
-        raise UsageError(f"expected a precision of {', '.join(get_args(Precision))}, found {precision!r}")
     spread = device == "auto" and torch.cuda.device_count() > 1
     first = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     place = check_device(first)
@@ -83,7 +76,7 @@ def load_family(
         model = build_model(family, shared, configs["base"], model_class, dtype, "cpu" if spread else str(place))
         if spread:
             spread_layers(model)
-        reader = _Reader(family, shared, described, Places.of(model), SharedForms(family), precision)
+        reader = _Reader(family, shared, described, Places.of(model), SharedForms(family))
         limits = limits or TierLimits()
         first_pass = _read_all(reader, ids, limits)
         slot = PlanSlot()
@@ -128,18 +121,11 @@ class _Reader:
     described: Mapping[str, Described]
     places: Places
     shared: SharedForms
-    precision: Precision
-
-    @property
-    def base_bytes(self) -> int:
-        """Of the base in fp32."""
-        return 4 * sum(math.prod(tensor.shape) for tensor in self.family.manifest.base.tensors.values())
 
     def read(self, id: str) -> tuple[Changes, Mapping[str, str]]:
         """What a variant changes, in the CPU's memory, and the accounts of its tensors."""
         router = Router(self.family, self.places, self.base, self.described[id], self.shared)
-        changes = widen_small(router.lead(), self.shared.storages, self.precision, self.base_bytes)
-        return changes, router.accounts
+        return router.lead(), router.accounts
 
 
 @dataclass(frozen=True)

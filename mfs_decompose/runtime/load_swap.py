@@ -12,7 +12,7 @@ from torch.nn import functional
 from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.runtime.batch_plan import PlanSlot
 from mfs_decompose.runtime.changes import Change, Changes, Kind, ServesVariants
-from mfs_decompose.runtime.load_trial import see_rows, see_shared_inputs
+from mfs_decompose.runtime.load_trial import see_rows
 from mfs_decompose.runtime.modules import FamilyEmbedding, FamilyRows, shallow_copy
 from mfs_decompose.runtime.modules_experts import FamilyExperts
 from mfs_decompose.runtime.modules_linear import FamilyLinear
@@ -40,9 +40,6 @@ def swap_modules(
     for path in tables:
         if model.get_submodule(path) is not table:
             see_rows(model, [path])
-    linears = [path for path, kind in kinds.items() if kind in ("linear", "conv1d")]
-    shared = see_shared_inputs(model, linears)
-    slot.shares = shared.kept
     exchanged: dict[str, Any] = {}
     for path, kind in kinds.items():
         module, hook = _without_hook(model.get_submodule(path))
@@ -59,13 +56,9 @@ def swap_modules(
         else:
             _check_rows(path, module)
             single = len(axes[path].inputs) == len(axes[path].outputs) == 1
-            served = FamilyRows(module, slot, axes[path], by_row=ops.stacks and single and _takes_rows(module))
+            served = FamilyRows(module, slot, axes[path], by_row=ops.together and single and _takes_rows(module))
         _put(model, path, served, hook)
         exchanged[path] = served
-    for paths in shared.siblings if shared.kept else ():
-        siblings = [exchanged[path] for path in paths if exchanged[path].original is not head]  # it has other rows
-        for one in siblings:
-            one.join(siblings)
     return exchanged
 
 

@@ -6,9 +6,7 @@ than the tokens of the batch, or none at all, cannot be served from a plan of th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,47 +41,6 @@ def see_rows(model: Any, paths: Sequence[str]) -> dict[str, RowAxes]:
             )
         found[path] = RowAxes(inputs, outputs)
     return found
-
-
-@dataclass(frozen=True)
-class SharedInputs:
-    """Which modules, each called once, are given one and the same tensor, one after another: by path, in that order.
-
-    Attributes:
-        kept: whether all of them find the same in it.
-    """
-
-    kept: bool
-    siblings: tuple[tuple[str, ...], ...]
-
-
-def see_shared_inputs(model: Any, paths: Sequence[str]) -> SharedInputs:
-    """What the modules at `paths` are given in a short call of the model."""
-    last: list[torch.Tensor] = []
-    kept, groups = [True], list[list[str]]()
-
-    def watch(path: str) -> Any:
-        def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            x = inputs[0]
-            if last and last[0] is x:
-                kept[0] &= torch.equal(last[1], x)
-                groups[-1].append(path)
-            else:
-                groups.append([path])
-            last[:] = [x, x.clone()]
-
-        return look
-
-    hooks = [model.get_submodule(path).register_forward_pre_hook(watch(path)) for path in paths]
-    try:
-        _call(model, _LENGTHS[0])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    calls = Counter(path for group in groups for path in group)
-    return SharedInputs(
-        kept[0], tuple(tuple(one) for one in groups if len(one) > 1 and all(calls[path] == 1 for path in one))
-    )
 
 
 def _call(model: Any, length: int) -> None:

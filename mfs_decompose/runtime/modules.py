@@ -16,10 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from mfs_decompose.errors import UsageError
-from mfs_decompose.runtime.batch_plan import BASE, BatchPlan, Group, PlanSlot
+from mfs_decompose.runtime.batch_plan import BASE, FEW_ROWS, BatchPlan, Group, PlanSlot
 from mfs_decompose.runtime.changes import Change, Delta
 from mfs_decompose.runtime.ops.dispatch import Ops
-from mfs_decompose.runtime.stacks import MOST_ROWS
 
 
 class FamilyEmbedding(nn.Module):
@@ -138,7 +137,7 @@ class FamilyRows(nn.Module):
             return self._of(plan.variants[0] if plan.variants else BASE)(*inputs)
         if not any(variant in self._copies for variant in plan.variants):
             return self.original(*inputs)
-        if self._by_row and plan.rows <= MOST_ROWS:
+        if self._by_row and plan.rows <= FEW_ROWS:
             return self._with_rows(plan, inputs[0].dim())(*inputs)
         return run_groups(plan, inputs, self._axes, self._of)
 

@@ -8,7 +8,7 @@ import torch
 
 from mfs_decompose.runtime.resident_forms import Factor, Form, LowRank
 
-LARGE = 1 << 16
+LARGE = 1 << 12
 """Codes of a factor that is packed: a smaller one takes little memory, and two passes take as long as its product."""
 
 NIBBLE = 16

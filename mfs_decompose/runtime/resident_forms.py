@@ -239,18 +239,6 @@ def move(form: Form, device: str | torch.device) -> Form:
     return replace(form, index=index, codes=form.codes.to(device), scales=scales)
 
 
-def widen(form: Form) -> Form:
-    """Factors in fp32 without scales, and single entries as int32 and fp32, which a product takes as they are.
-
-    Other forms stay: written out they would be as large as the weights.
-    """
-    if isinstance(form, LowRank):
-        return LowRank(*(Factor(side.values()) for side in (form.left, form.right)))
-    if isinstance(form, Csr):
-        return Csr(form.offsets, form.columns.to(torch.int32), form.values(), None, form.width)
-    return form
-
-
 def cut_rows(form: Form, start: int, stop: int) -> Form:
     """Rows start..stop of a form as a form of their own."""
     if isinstance(form, LowRank):

@@ -11,9 +11,7 @@ from typing import Any
 from mfs_decompose.artifact.reader import Family
 from mfs_decompose.events import NullSink, ProgressSink
 from mfs_decompose.runtime.memory import WHOLE
-from mfs_decompose.runtime.precision import is_wide, widened_bytes
 from mfs_decompose.runtime.resident import Resident, SharedForms, make_resident
-from mfs_decompose.runtime.resident_forms import Csr, LowRank
 from mfs_decompose.source.dtypes import is_float
 
 _FLOAT = 4  # bytes of fp32
@@ -26,9 +24,6 @@ class _Sum:
     tensors: int = 0
     bytes: int = 0
     stored: int = 0
-
-
-_Sums = defaultdict[tuple[str, str], _Sum]
 
 
 def report_resident(
@@ -53,7 +48,7 @@ def report_resident(
         shared = SharedForms(family)
         sink.start("reading deltas", sum(family.variant(id).bytes for id in ids))
         elements = sum(math.prod(tensor.shape) for tensor in family.manifest.base.tensors.values())
-        variants = [_variant(family, id, shared, sink, _FLOAT * elements) for id in ids]
+        variants = [_variant(family, id, shared, sink) for id in ids]
         sink.finish()
         common = shared.nbytes
         return {
@@ -66,53 +61,39 @@ def report_resident(
         }
 
 
-def _variant(family: Family, id: str, shared: SharedForms, sink: ProgressSink, base: int) -> dict[str, Any]:
+def _variant(family: Family, id: str, shared: SharedForms, sink: ProgressSink) -> dict[str, Any]:
     record = family.variant(id)
-    # As stored and widened: which it will be is known when all is counted.
-    sums: tuple[_Sums, _Sums] = (defaultdict(_Sum), defaultdict(_Sum))
+    sums: defaultdict[tuple[str, str], _Sum] = defaultdict(_Sum)
     for name, tensor in record.tensors.items():
         node = family.tree(id, name)
         stored = tensor.blob.nbytes if tensor.blob else 0
         if node.codec != "alias" and len(tensor.shape) in (2, 3) and is_float(tensor.dtype):
             found = _bytes(make_resident(family, id, name, shared), shared)
         elif node.codec in ("alias", "identical"):
-            found = {}, {}
+            found = {}
         else:
-            whole = {WHOLE: _FLOAT * math.prod(tensor.shape)}
-            found = (whole, whole)
-        for sizes, into in zip(found, sums, strict=True):
-            for at, (form, nbytes) in enumerate(sorted(sizes.items() or {NOTHING: 0}.items())):
-                entry = into[node.text(), form]
-                entry.tensors += 1
-                entry.bytes += nbytes
-                entry.stored += 0 if at else stored  # once, whatever it became
+            found = {WHOLE: _FLOAT * math.prod(tensor.shape)}
+        for at, (form, nbytes) in enumerate(sorted(found.items() or {NOTHING: 0}.items())):
+            entry = sums[node.text(), form]
+            entry.tensors += 1
+            entry.bytes += nbytes
+            entry.stored += 0 if at else stored  # once, whatever it became
         sink.advance(stored)
-    wide = is_wide("auto", sum(one.bytes for one in sums[1].values()), base)
     forms = [
         {"codec": codec, "form": form, "tensors": one.tensors, "bytes": one.bytes, "stored_bytes": one.stored}
-        for (codec, form), one in sorted(sums[wide].items())
+        for (codec, form), one in sorted(sums.items())
     ]
     own = _FLOAT * sum(math.prod(tensor.shape) for tensor in record.tensors.values())
-    total = sum(one.bytes for one in sums[wide].values())
-    precision = "fp32" if wide else "int8"
-    return {"id": id, "bytes": total, "share": total / own if own else 0.0, "precision": precision, "forms": forms}
+    total = sum(one.bytes for one in sums.values())
+    return {"id": id, "bytes": total, "share": total / own if own else 0.0, "forms": forms}
 
 
-def _bytes(resident: Resident, shared: SharedForms) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by form, of what is the variant's own, as stored and widened."""
-    common = shared.storages
-    seen: set[int] = set(common)
-    narrow: defaultdict[str, int] = defaultdict(int)
-    wide: defaultdict[str, int] = defaultdict(int)
+def _bytes(resident: Resident, shared: SharedForms) -> dict[str, int]:
+    """Bytes by form, of what is the variant's own."""
+    seen: set[int] = set(shared.storages)
+    found: defaultdict[str, int] = defaultdict(int)
     for one in resident.placed:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in one.form.tensors()}
-        own = sum(storage.nbytes() for place, storage in storages.items() if place not in seen)
-        narrow[one.form.name] += own
-        if storages.keys() & common.keys():
-            wide[one.form.name] += own
-        elif isinstance(one.form, LowRank):
-            wide["low rank float32"] += widened_bytes(one.form)
-        else:
-            wide[one.form.name] += widened_bytes(one.form) if isinstance(one.form, Csr) else own
+        found[one.form.name] += sum(storage.nbytes() for place, storage in storages.items() if place not in seen)
         seen |= storages.keys()
-    return dict(narrow), dict(wide)
+    return dict(found)

@@ -7,12 +7,14 @@ was lost would be far from its restore.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from architectures import ARCHITECTURES, load, make_architecture_family
 
@@ -20,7 +22,9 @@ from mfs_decompose.pipeline.decompose import decompose
 from mfs_decompose.pipeline.request import DecomposeRequest
 from mfs_decompose.pipeline.restore import RestoreOptions, restore
 from mfs_decompose.recipe.load import load_recipe
+from mfs_decompose.runtime import modules, modules_linear
 from mfs_decompose.runtime.load import LoadedFamily, load_family
+from mfs_decompose.runtime.ops import cpu
 
 BUDGET: Mapping[str, object] = {
     "objective.budget": "45%",
@@ -107,6 +111,15 @@ def packed_logits(
     if keep is not None:
         return [logits]
     return list(torch.split(logits, [len(text) for text in texts]))
+
+
+@contextmanager
+def few_rows(most: int) -> Iterator[None]:
+    """Inside, steps of up to `most` rows count as few."""
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (cpu, modules, modules_linear):
+            patched.setattr(module, "FEW_ROWS", most)
+        yield
 
 
 @torch.inference_mode()

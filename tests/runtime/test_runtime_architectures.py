@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from runtime_families import Stored, alone, check_logits, packed_logits, store_architecture, texts
+from runtime_families import Stored, alone, check_logits, few_rows, packed_logits, store_architecture, texts
 
+from mfs_decompose.runtime.batch_plan import FEW_ROWS
 from mfs_decompose.runtime.load import LoadedFamily
 
 NAMES = (
@@ -27,9 +30,11 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return store_architecture(tmp_path_factory.mktemp("architecture"), request.param)
 
 
-@pytest.fixture(scope="module", params=["int8", "fp32"])
-def family(stored: Stored, request: pytest.FixtureRequest) -> LoadedFamily:
-    return stored.load(precision=request.param)
+@pytest.fixture(scope="module", params=["together", "apart"])
+def family(stored: Stored, request: pytest.FixtureRequest) -> Iterator[LoadedFamily]:
+    """Few rows of all variants are answered by programs, or, as many rows are, group by group."""
+    with few_rows(FEW_ROWS if request.param == "together" else 0):
+        yield stored.load()
 
 
 def test_a_mixed_batch_answers_as_each_variant_alone(stored: Stored, family: LoadedFamily) -> None:

@@ -52,9 +52,8 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return store(root, made.base, made.variants, recipe(made.base, first, exact))
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
-def test_a_mixed_batch_of_every_codec(stored: Stored, precision: str) -> None:
-    family = stored.load(precision=precision)
+def test_a_mixed_batch_of_every_codec(stored: Stored) -> None:
+    family = stored.load()
     models = {id: stored.restored(id) for id in ("base", "chat", "words")}
     asked = texts(len(IDS))
     for id, text, found in zip(IDS, asked, packed_logits(family, IDS, asked), strict=True):

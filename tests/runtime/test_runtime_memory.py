@@ -9,7 +9,7 @@ import torch
 from checkpoints import fine_tune, make_llama
 from runtime_families import Stored, alone, check_logits, packed_logits, store, texts
 
-from mfs_decompose.runtime import load_base, precision
+from mfs_decompose.runtime import load_base
 from mfs_decompose.runtime.memory import WHOLE, Memory, count_memory
 from mfs_decompose.runtime.resident_forms import Factor, LowRank, Placed
 from mfs_decompose.runtime.resident_report import NOTHING, report_resident
@@ -27,14 +27,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     return store(root, base, variants)
 
 
-@pytest.fixture(params=[False, True], ids=["stored", "widened"])
-def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether variants are small enough to be widened: tiny models are small, their variants are not."""
-    monkeypatch.setattr(precision, "WIDE_SHARE", 1e-3 if request.param else 1e9)
-    return bool(request.param)
-
-
-def test_the_report_is_what_is_loaded(stored: Stored, small: bool) -> None:
+def test_the_report_is_what_is_loaded(stored: Stored) -> None:
     memory, report = stored.load().memory(), report_resident(stored.artifact)
     foretold = {}
     for one in report["variants"]:
@@ -47,8 +40,7 @@ def test_the_report_is_what_is_loaded(stored: Stored, small: bool) -> None:
     # The tied head is the embedding: one tensor in memory as in the file. The rest are rotary frequencies.
     assert 0 < memory.base - report["base_bytes"] < 200
     assert memory.total - memory.base == report["total_bytes"] - report["base_bytes"]
-    assert {one["precision"] for one in report["variants"]} == {"fp32" if small else "int8"} and not memory.shared
-    assert ("low rank float32" in foretold["math"]) == small
+    assert "low rank int8" in foretold["math"] and not memory.shared
 
 
 def test_memory_that_is_shared_counts_once() -> None:

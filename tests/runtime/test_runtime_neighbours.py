@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from runtime_families import Stored, alone, packed_logits, store_architecture, texts
+from runtime_families import Stored, alone, few_rows, packed_logits, store_architecture, texts
 
+from mfs_decompose.runtime.batch_plan import FEW_ROWS
 from mfs_decompose.runtime.load import LoadedFamily
 
 NAMES = ("gpt2", "gemma3_text", "qwen3_moe")
@@ -16,10 +19,11 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return store_architecture(tmp_path_factory.mktemp("neighbours"), request.param)
 
 
-@pytest.fixture(scope="module", params=["int8", "fp32"])
-def family(stored: Stored, request: pytest.FixtureRequest) -> LoadedFamily:
-    """Widened, few rows go through stacks of all variants."""
-    return stored.load(precision=request.param)
+@pytest.fixture(scope="module", params=["together", "apart"])
+def family(stored: Stored, request: pytest.FixtureRequest) -> Iterator[LoadedFamily]:
+    """Few rows of all variants are answered by programs, or, as many rows are, group by group."""
+    with few_rows(FEW_ROWS if request.param == "together" else 0):
+        yield stored.load()
 
 
 def test_neighbours_of_other_variants_change_no_bit(family: LoadedFamily) -> None:

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from runtime_families import few_rows
 
 from mfs_decompose.errors import UsageError
 from mfs_decompose.linalg.packing import pack_bits, packed_bytes
 from mfs_decompose.runtime import nibbles
 from mfs_decompose.runtime.nibbles import pack_nibbles
-from mfs_decompose.runtime.ops import factors
+from mfs_decompose.runtime.ops import cpu, factors
 from mfs_decompose.runtime.ops.cpu import CpuOps
 from mfs_decompose.runtime.ops.dispatch import choose_ops
 from mfs_decompose.runtime.ops.reference import ReferenceOps
@@ -78,18 +79,21 @@ def draw_form(data: st.DataObject, rows: int, columns: int, draw: torch.Generato
 
 @given(SIZES, SIZES, st.integers(1, 9), st.data())
 def test_products(rows: int, columns: int, tokens: int, data: st.DataObject) -> None:
+    """A few tokens go through compiled kernels; the same ones as many do not."""
     draw = torch.Generator().manual_seed(rows * 1000 + columns)
     form = draw_form(data, rows, columns, draw)
     x = torch.randn(tokens, columns, generator=draw)
     wide = torch.randn(tokens, rows + 5, generator=draw)
     answers = []
-    for ops in (ReferenceOps(), CpuOps()):
+    for ops, few in ((ReferenceOps(), 0), (CpuOps(), 0), (CpuOps(), 9)):
         y = wide.clone()
-        ops.add(form, x, y[:, 2 : 2 + rows])
+        with few_rows(few):
+            ops.add(form, x, y[:, 2 : 2 + rows])
         assert torch.equal(y[:, :2], wide[:, :2])
         assert torch.equal(y[:, 2 + rows :], wide[:, 2 + rows :])
         answers.append(y)
-    assert torch.allclose(answers[0], answers[1], rtol=1e-4, atol=1e-4 * (1 + float(answers[0].abs().max())))
+    for other in answers[1:]:
+        assert torch.allclose(answers[0], other, rtol=1e-4, atol=1e-4 * (1 + float(answers[0].abs().max())))
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 3), st.data())
@@ -101,6 +105,7 @@ def test_factors_in_pieces(rows: int, columns: int, tokens: int, data: st.DataOb
     ReferenceOps().add(form, x, answers[0])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(factors, "_PIECE", data.draw(st.sampled_from([1, 640, 1000])))
+        patched.setattr(cpu, "FEW_ROWS", 0)
         CpuOps().add(form, x, answers[1])
     assert torch.allclose(answers[0], answers[1], rtol=1e-4, atol=1e-4 * (1 + float(answers[0].abs().max())))
 
@@ -122,6 +127,7 @@ def test_nibbles_with_scales_of_groups(rows: int, columns: int, half: bool, data
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(nibbles, "LARGE", data.draw(st.sampled_from([0, 7 * max(rows, columns)])))
         patched.setattr(factors, "_PIECE", data.draw(st.sampled_from([1, 640, 1 << 18])))
+        patched.setattr(cpu, "FEW_ROWS", data.draw(st.sampled_from([0, 64])))
         packed = cut_rows(pack_nibbles(LowRank(*sides)), start, stop)
         assert "int4" in packed.name
         answers = []

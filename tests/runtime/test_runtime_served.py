@@ -131,7 +131,7 @@ def test_messages_need_a_template(family: ServedFamily, monkeypatch: pytest.Monk
 
 
 def test_tiers_and_memory_are_in_reach(stored: Stored) -> None:
-    family = Family.load(stored.artifact, precision="fp32", kv_tokens=128, tiers=TierLimits(pinned=("math",)))
+    family = Family.load(stored.artifact, kv_tokens=128, tiers=TierLimits(pinned=("math",)))
     assert family.stats().tiers is not None and family.stats().tiers.device[0] == "math"
     assert family.memory().variants.keys() == {"code", "math"}
     assert isinstance(family.generate([("math", "x")], SHORT)[0], Answer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,18 +38,16 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     return store(root, base, variants)
 
 
-def limits_for(
-    stored: Stored, largest: float, host: float | None = None, pinned: tuple[str, ...] = (), precision: Any = "int8"
-) -> TierLimits:
+def limits_for(stored: Stored, largest: float, host: float | None = None, pinned: tuple[str, ...] = ()) -> TierLimits:
     """Room on the device for so many times the largest variant."""
-    sizes = sizes_of(stored.artifact, precision)
+    sizes = sizes_of(stored.artifact)
     most = max(sizes.values())
     return TierLimits(int(largest * most), None if host is None else int(host * most), pinned)
 
 
 @cache
-def sizes_of(artifact: Path, precision: Any) -> dict[str, int]:
-    tiers = Stored(artifact, artifact, {}, artifact).load(precision=precision).tiers
+def sizes_of(artifact: Path) -> dict[str, int]:
+    tiers = Stored(artifact, artifact, {}, artifact).load().tiers
     return {id: tiers._sizes[id] for id in IDS[1:]}
 
 
@@ -93,10 +90,9 @@ def fuzz(stored: Stored, solo: list[list[int]], steps: int, seed: int) -> Engine
     draw = random.Random(seed)
     pinned = tuple(draw.sample(IDS[1:], draw.choice([0, 0, 1])))
     # Widened, variants lie in stacks, which every swap lays out anew.
-    precision = draw.choice(["int8", "fp32"])
     room, host = draw.choice([1.0, 1.6, 2.4]), draw.choice([None, 0.0, 1.3])
-    limits = limits_for(stored, room + len(pinned), host, pinned, precision)
-    family = stored.load(limits=limits, precision=precision)
+    limits = limits_for(stored, room + len(pinned), host, pinned)
+    family = stored.load(limits=limits)
     before = family.base_digest()
     step = Limits(
         tokens=draw.choice([5, 24]), sequences=draw.choice([3, 12]), variants=draw.choice([2, 8]),
@@ -205,16 +201,3 @@ def limits_of_one(stored: Stored) -> TierLimits:
 def test_limits_below_the_largest_variant_are_refused_at_load(stored: Stored) -> None:
     with pytest.raises(UsageError, match="expected room for"):
         stored.load(limits=limits_for(stored, 0.9))
-
-
-def test_wide_factors_answer_the_same_and_say_what_they_take(stored: Stored) -> None:
-    narrow, wide = stored.load(), stored.load(precision="fp32")
-    for id in ("math", "vocab"):
-        text = texts(1, below=250)[0]
-        with wide.use(id) as model, torch.inference_mode():
-            check_logits(model(input_ids=torch.tensor([text])).logits[0], alone(stored.restored(id), text))
-        forms = (narrow.memory().variants[id], wide.memory().variants[id])
-        assert "low rank int8" in forms[0] and "low rank int8" not in forms[1]
-        assert forms[1]["low rank float32"] > 3 * forms[0]["low rank int8"]
-    with pytest.raises(UsageError, match="expected a precision of auto, int8, fp32, found 'bf16'"):
-        stored.load(precision="bf16")

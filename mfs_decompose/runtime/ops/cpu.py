@@ -5,35 +5,36 @@ Each group of rows is a slice, so that no row is gathered, and what a row gets d
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-
 import torch
 from torch.nn import functional
 
+from mfs_decompose.runtime.batch_plan import FEW_ROWS
 from mfs_decompose.runtime.ops.dense import to_dense, unpack
 from mfs_decompose.runtime.ops.factors import expand, pick, shrink
+from mfs_decompose.runtime.ops.program import Part, Program, Taken, takes
 from mfs_decompose.runtime.resident_forms import Csr, Ell, Form, LowRank, Packed, Rows
 
 _BLOCK = 1 << 18  # elements of a packed matrix unpacked at a time: 1 MiB stays in the cache
 
 
 class CpuOps:
-    """Ops of `dispatch.Ops`, in plain torch."""
+    """Ops of `dispatch.Ops`, in plain torch but for programs."""
 
     name = "cpu"
-    stacks = True
+    together = True
+    takes = staticmethod(takes)
+    program = Program
 
     def add(self, form: Form, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
-        if isinstance(form, LowRank):
+        if x_TI.shape[0] <= FEW_ROWS and isinstance(form, Taken) and takes(form):
+            Program([Part(form, 0, x_TI.shape[0], 0, y_TO.shape[1])]).add(x_TI.contiguous(), y_TO)
+        elif isinstance(form, LowRank):
             expand(form.left, shrink(form.right, x_TI), y_TO)
         elif isinstance(form, Ell):
             # A bag of columns a row, weighted: x^T is the table.
             y_TO += functional.embedding_bag(
                 form.columns.to(torch.int32), x_TI.mT.contiguous(), mode="sum", per_sample_weights=form.values()
             ).mT
-        elif isinstance(form, Csr) and form.columns.dtype == torch.int32 and form.levels is None:
-            y_TO += (_sparse(form, y_TO.shape[1]) @ x_TI.mT.contiguous()).mT
         elif isinstance(form, Csr):
             y_TO += functional.embedding_bag(
                 form.columns.to(torch.int32),
@@ -75,20 +76,6 @@ class CpuOps:
             values_NI += unpack(Packed(form.codes[ids_N], form.bits, form.levels, scales, form.width))
         else:
             _look_up_rows(form, ids_N, values_NI)
-
-
-def _sparse(form: Csr, rows: int) -> torch.Tensor:
-    """The form as torch's own sparse matrix; memory is shared."""
-    _accept_beta()
-    return torch.sparse_csr_tensor(form.offsets, form.columns, form.codes, (rows, form.width), check_invariants=False)
-
-
-@cache
-def _accept_beta() -> None:
-    """torch says once that such matrices are beta: here, and not to a user."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1), (1, 1), check_invariants=False)
 
 
 def _blocks(form: Packed) -> list[tuple[int, int]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from mfs_decompose.errors import UsageError
 from mfs_decompose.runtime.ops.cpu import CpuOps
+from mfs_decompose.runtime.ops.program import Part, Program, Taken
 from mfs_decompose.runtime.ops.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ class Ops(Protocol):
     """What a form does to the rows of its group, in place. x and y are fp32; y may be a slice of a wider tensor."""
 
     name: str
-    stacks: bool
-    """Whether a few rows of several variants may go through one product (`runtime.stacks`)."""
+    together: bool
+    """Whether a few rows of several variants are answered together where they can be."""
 
     def add(self, form: Form, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
         """`y += x M^T` of the form's matrix M [O, I]; own rows replace their columns of y by `x M^T`."""
@@ -31,6 +32,14 @@ class Ops(Protocol):
     def look_up(self, form: Form, ids_N: torch.Tensor, rows: int, values_NI: torch.Tensor) -> None:
         """Add rows `ids` of M, which has `rows`, to the base's rows in `values`, or replace them by own rows."""
 
+    def takes(self, form: Form) -> bool:
+        """Whether a program may have a form."""
+
+    def program(self, parts: Sequence[Part]) -> Program:
+        """What adds the deltas of a few rows of several variants in one call."""
+
+
+__all__ = ["Ops", "Part", "Program", "Taken", "choose_ops"]
 
 _BY_NAME: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps, "cpu": CpuOps}
 _BY_DEVICE = {"cpu": "cpu", "cuda": "cpu"}  # plain torch runs anywhere

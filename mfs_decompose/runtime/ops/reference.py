@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from mfs_decompose.runtime.ops.dense import to_dense
+from mfs_decompose.runtime.ops.program import Part, Program
 from mfs_decompose.runtime.resident_forms import Form, Rows
 
 
@@ -12,7 +15,13 @@ class ReferenceOps:
     """Ops of `dispatch.Ops`."""
 
     name = "reference"
-    stacks = False
+    together = False
+
+    def takes(self, form: Form) -> bool:
+        return False
+
+    def program(self, parts: Sequence[Part]) -> Program:
+        raise AssertionError("it takes no form")
 
     def add(self, form: Form, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
         if isinstance(form, Rows) and form.own:

@@ -1,24 +1,24 @@
-"""Deltas of several variants as one product, against the oracle, and what their factors lie in."""
+"""A linear layer that answers few rows of several variants together, against the oracle."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from mfs_decompose.runtime.batch_plan import BASE, BatchPlan, PlanSlot
+from mfs_decompose.runtime import modules_linear
+from mfs_decompose.runtime.batch_plan import BASE, FEW_ROWS, BatchPlan, PlanSlot
 from mfs_decompose.runtime.changes import Change, Delta
 from mfs_decompose.runtime.modules_linear import FamilyLinear
+from mfs_decompose.runtime.ops import cpu
 from mfs_decompose.runtime.ops.cpu import CpuOps
+from mfs_decompose.runtime.ops.program import Program
 from mfs_decompose.runtime.ops.reference import ReferenceOps
 from mfs_decompose.runtime.resident_forms import Factor, Form, LowRank, Placed, Rows
-from mfs_decompose.runtime.stacks import MOST_RANK, MOST_ROWS, Chosen, Stacks
 
 OUT, IN = 37, 21
-RANKS = (3, 7, 1, 24, 30)  # the last does not fit beside the others
+RANKS = (3, 7, 1, 24, 30)
 ROWS = (1, BASE, 0, 0, 2, BASE, 3, 4, 4, BASE)
 
 
@@ -32,7 +32,7 @@ def whole(form: Form, rows: int = OUT) -> Change:
 
 
 def layers(*, conv: bool = False, bias: bool = True, **options: object) -> tuple[PlanSlot, list[FamilyLinear]]:
-    """The same layer over the oracle's ops and over those that stack."""
+    """The same layer over the oracle's ops and over those that are compiled."""
     torch.manual_seed(0)
     original: nn.Module = Conv1D(OUT, IN) if conv else nn.Linear(IN, OUT, bias=bias)
     slot = PlanSlot()
@@ -66,14 +66,13 @@ def test_ranks_that_differ_and_base_rows_between(conv: bool) -> None:
             rows = IN if turned else OUT
             layer.attach(variant, Change("linear", Delta((Placed(lies, 0, rows),), rows, turned != conv)))
     check(slot, both)
-    assert [len(stack.members) for stack in both[1]._stacks._stacks] == [4, 1]  # type: ignore[union-attr]
     plain = answers(slot, both[1], (BASE,) * len(ROWS))
     found = answers(slot, both[1])
     for row, variant in enumerate(ROWS):
         assert torch.equal(found[row], plain[row]) == (variant == BASE)
 
 
-def test_forms_of_every_kind_beside_a_stack() -> None:
+def test_forms_of_every_kind_beside_a_program() -> None:
     slot, both = layers()
     draw = torch.Generator().manual_seed(1)
     rows = Rows(torch.tensor([2, 30], dtype=torch.int32), torch.randn(2, IN, generator=draw), None, True)
@@ -92,21 +91,24 @@ def test_forms_of_every_kind_beside_a_stack() -> None:
         for variant, change in enumerate(changes):
             layer.attach(variant, change)
     check(slot, both)
-    ranges = [(stack.start, stack.stop, stack.rank) for stack in both[1]._stacks._stacks]  # type: ignore[union-attr]
-    assert ranges == [(0, OUT, 11), (7, 27, 3)]
+    way = both[1]._last[2]  # type: ignore[index]
+    assert way.program is not None and len(way.program._parts) == 6
+    assert [group.variant for group in way.apart] == [0, 3, 4]
+    assert [one.form for one in way.rest[3].placed] == [rows] and way.rest.keys() == {3}
 
 
-def test_many_rows_and_single_variants_go_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_go_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
     slot, both = layers()
     for layer in both:
         for variant in range(2):
             layer.attach(variant, whole(low_rank(3, variant)))
     calls: list[int] = []
-    before = Chosen.add
-    monkeypatch.setattr(Chosen, "add", lambda self, plan, *rest: (calls.append(plan.rows), before(self, plan, *rest)))
-    for rows in ((0, 1) * (MOST_ROWS // 2), (0,) * 5, (0, 1) * MOST_ROWS, (BASE, 1, BASE)):
+    before = Program.add
+    monkeypatch.setattr(Program, "add", lambda self, x, y: (calls.append(x.shape[0]), before(self, x, y)))
+    for rows in ((0, 1) * (FEW_ROWS // 2), (0,) * 5, (0, *(1,) * FEW_ROWS, *(0,) * FEW_ROWS), (BASE, 1, BASE)):
         check(slot, both, rows)
-    assert calls == [MOST_ROWS, 3]
+    # Of many rows a group may still have few.
+    assert calls == [FEW_ROWS, 5, 1, FEW_ROWS, FEW_ROWS, 3]
 
 
 def test_what_is_kept_of_a_plan_ends_when_variants_come_or_go() -> None:
@@ -127,7 +129,7 @@ def test_a_plan_for_any_rows_answers_as_many_as_come() -> None:
     for layer in both:
         layer.attach(0, whole(low_rank(3, 1)))
     with slot.use(BatchPlan.only(0)):
-        for rows in (1, 5, 5, MOST_ROWS + 1, 2):
+        for rows in (1, 5, 5, FEW_ROWS + 1, 2):
             x = torch.randn(1, rows, IN)
             slow, found = (layer(x) for layer in both)
             assert torch.allclose(slow, found, rtol=1e-5, atol=1e-5)
@@ -140,56 +142,6 @@ def test_other_variants_in_the_other_rows_change_no_bit() -> None:
     mixes = [(0, 2, 2, 1), (3, 2, 2, 1), (3, 2, 2, 3), (BASE, 2, 2, BASE), (BASE, 2, 2, 0)]
     found = [answers(slot, layer, rows)[1:3] for rows in mixes]
     assert all(torch.equal(found[0], other) for other in found[1:])
-
-
-def test_factors_are_held_once_and_leave_whole() -> None:
-    slot, both = layers()
-    forms = {variant: low_rank(2 + variant, variant) for variant in range(4)}
-    oracle = {variant: low_rank(2 + variant, variant) for variant in range(4)}
-    draw = random.Random(0)
-    there: set[int] = set()
-    for _ in range(30):
-        variant = draw.randrange(4)
-        for layer, all_forms in zip(both, (oracle, forms), strict=True):
-            if variant in there:
-                layer.detach(variant)
-            else:
-                layer.attach(variant, whole(all_forms[variant]))
-        there ^= {variant}
-        check(slot, both, (0, 1, BASE, 2, 3, 1))
-        held = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for at in there
-            for tensor in forms[at].tensors()
-        }
-        assert sum(held.values()) == 4 * (OUT + IN) * sum(2 + at for at in there)
-        assert len(held) == (2 if there else 0)
-        for at, form in forms.items():
-            assert all(torch.equal(*pair) for pair in zip(form.tensors(), oracle[at].tensors(), strict=True))
-            if at not in there:
-                assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in form.tensors())
-
-
-def test_what_an_embedding_shares_with_its_head_stays_shared() -> None:
-    _, (_, head) = layers(head=True)
-    shared = low_rank(3, 1)
-    embedding = LowRank(shared.left, shared.right)
-    head.attach(0, whole(shared))
-    head.attach(1, whole(low_rank(3, 2)))
-    assert embedding.left.codes.data_ptr() == shared.left.codes.data_ptr()
-    assert shared.left.codes.untyped_storage().nbytes() == 4 * 6 * OUT
-
-
-def test_what_would_spoil_or_copy_stays_apart() -> None:
-    stacks = Stacks()
-    endless = low_rank(2, 1)
-    endless.left.codes[0, 0] = torch.inf
-    wide, cut = low_rank(MOST_RANK // 2 + 1, 2), low_rank(6, 3)
-    part = LowRank(Factor(cut.left.codes[:3]), Factor(cut.right.codes[:3]))
-    for form in (endless, wide, part):
-        delta = Delta((Placed(form, 0, OUT),), OUT)
-        assert stacks.put(0, delta, False).placed == delta.placed
-    assert not stacks._stacks
 
 
 def test_a_neighbour_with_infinite_factors_spoils_its_own_rows_only() -> None:
@@ -217,20 +169,24 @@ def test_narrow_activations_are_added_to_in_fp32(dtype: torch.dtype) -> None:
     assert fast.dtype == dtype and torch.allclose(slow.float(), fast.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_swaps_inside_and_outside_of_inference_mode() -> None:
-    slot, both = layers()
-    with torch.inference_mode():
-        first = low_rank(3, 0)
-    second = low_rank(2, 1)
-    for layer in both:
-        layer.attach(0, whole(LowRank(*(Factor(side.codes.clone()) for side in (first.left, first.right)))))
-    both[1].detach(0)
-    both[1].attach(0, whole(first))
-    with torch.inference_mode():
-        both[1].attach(1, whole(second))
-    both[0].attach(1, whole(low_rank(2, 1)))
-    check(slot, both, (0, 1, BASE))
-    both[1].detach(1)
-    both[0].detach(1)
-    check(slot, both, (0, 1, BASE))
-    assert torch.equal(second.left.codes, low_rank(2, 1).left.codes)
+@torch.inference_mode()
+def test_rows_that_are_not_finite_get_what_fp32_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot, (_, layer) = layers()
+    for variant in range(2):
+        layer.attach(variant, whole(low_rank(3, variant)))
+    x = torch.randn(1, 4, IN)
+    plan = BatchPlan.for_rows((0, 1, BASE, 1))
+    with slot.use(plan):
+        finite = layer(x)[0]
+    for bad in (torch.inf, torch.nan):
+        x[0, 1, 3] = bad
+        with slot.use(plan):
+            found = layer(x)[0]
+        layer._note()
+        with monkeypatch.context() as patched, slot.use(plan):
+            patched.setattr(modules_linear, "FEW_ROWS", 0)
+            patched.setattr(cpu, "FEW_ROWS", 0)
+            slow = layer(x)[0]
+        layer._note()
+        assert torch.equal(found[1].nan_to_num(nan=7.0), slow[1].nan_to_num(nan=7.0))
+        assert torch.equal(found[[0, 2, 3]], finite[[0, 2, 3]])
