@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from mfs_decompose.errors import SourceIncompatible
 from mfs_decompose.runtime.kv import KvCache, LayerStore
+from mfs_decompose.runtime.ops.pages import can_attend
 from mfs_decompose.runtime.step_layout import DecodeBatch, GroupLayout, StepLayout
 
 IMPLEMENTATION = "mfs_packed"
@@ -165,6 +166,8 @@ class PagedStep:
 def _decode(query_BHD: torch.Tensor, store: LayerStore, batch: DecodeBatch, style: AttentionStyle) -> torch.Tensor:
     """One row a sequence, batched: the blocks of all are gathered side by side, shorter ones padded and masked."""
     rows, heads, size = query_BHD.shape
+    if style.fused(store.keys, store.values) and can_attend(query_BHD, store.keys, store.values):
+        return batch.pages.attend(query_BHD, store.keys, store.values, style.scaling)
     key, value = (_gather(pages, batch.table, batch.keys) for pages in (store.keys, store.values))
     groups = heads // key.shape[1]
     # The query heads of one key head become rows of one head: no key is repeated.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from mfs_decompose.runtime.kv import NOTHING, KvCache, KvGroup, SequenceKv
+from mfs_decompose.runtime.ops.pages import Pages
 
 
 class Segment(NamedTuple):
@@ -33,12 +34,14 @@ class DecodeBatch:
         table: [B, blocks], padded with NOTHING.
         keys: how many of the gathered keys the longest needs.
         hidden: bool [B, keys], true where a key is none of the row's; None where there are no such.
+        pages: the same for the kernel.
     """
 
     rows: torch.Tensor | None
     table: torch.Tensor
     keys: int
     hidden: torch.Tensor | None
+    pages: Pages
     _masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
     def mask_for(self, dtype: torch.dtype) -> torch.Tensor | None:
@@ -156,13 +159,12 @@ def _decode_batch(batch: list[_Single], window: int | None, *, whole: bool, devi
     longest = max(len(single.blocks) for single in batch)
     table = [single.blocks + [NOTHING] * (longest - len(single.blocks)) for single in batch]
     keys = max(single.keys for single in batch)
+    firsts = [0 if window is None else max(0, single.keys - window) for single in batch]
+    spans = torch.tensor([[first, single.keys] for first, single in zip(firsts, batch, strict=True)])
     hidden = None
-    if window is not None or any(single.keys != keys for single in batch):
-        stop = torch.tensor([single.keys for single in batch])[:, None]
-        at = torch.arange(keys)[None]
-        hidden = at >= stop
-        if window is not None:
-            hidden |= at < stop - window
-        hidden = hidden.to(device) if bool(hidden.any()) else None
+    if int(spans[:, 0].max()) or int(spans[:, 1].min()) < keys:
+        at = torch.arange(keys)
+        hidden = ((at < spans[:, :1]) | (at >= spans[:, 1:])).to(device)
     rows = None if whole else torch.tensor([single.row for single in batch], device=device)
-    return DecodeBatch(rows, torch.tensor(table, device=device), keys, hidden)
+    blocks = torch.tensor(table)
+    return DecodeBatch(rows, blocks.to(device), keys, hidden, Pages(blocks, spans))
