@@ -22,16 +22,20 @@ MOST = 5
 CLOSE = 0.7
 """A drift within (0.7 X, X] is what a search is for."""
 
-_CLOSER = 0.85  # at which no further measurement is made: it would save about 7 % of the bytes at best
+_WORTH = 0.05  # of log bytes: what another measurement must promise to save
+_BELIEVED = 0.8  # of the slope that was measured, as it may be less steep from there on
+_FALLS = (0.4, 8.0)  # of log drift over log bytes, as far as two measurements are believed beyond them
+_BESIDE = 1.0  # of log KL: nearer to each other, what holds and what fails are a better guide than the nearest two
+_SPARE = math.log(1.1)  # of log bytes: no answer shall be further above the smallest size that holds
 _TIGHT = 0.98  # bytes of what fails over bytes of what holds, where nothing is left to find between
 LOST = 1e6
 """Stands for a drift that is no number."""
 
 _NOTHING = 1e-14  # the KL of rounding alone
 _SLOPES = (0.4, 2.5)  # of log KL over log outlook, as far as two measurements are believed beyond them
-_LOOKS = 12
+_LOOKS = 16
 _STRAIGHT = 12.0  # of log outlook: further apart, which the exact end is, nothing is near a straight line
-_NEAR = 0.04  # how near to the wanted log outlook a size must lie
+_NEAR = 0.01  # how near to the wanted log outlook a size must lie
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def _next_size(target: Target, road: Road, tokens: int, trials: Sequence[Trial])
     best = smallest_held(target, trials)
     failed = _largest_failed(target, trials, best)
     left = MOST - len(trials)
-    if left == 0 or (best is not None and _is_enough(target, road, best, failed, left)):
+    if left == 0 or (best is not None and _is_enough(target, road, trials, best, failed)):
         return None
     measured = {trial.size.nbytes for trial in trials}
     if best is None and not road.exact and left == 1:
@@ -110,6 +114,8 @@ def _next_size(target: Target, road: Road, tokens: int, trials: Sequence[Trial])
     depth = _wanted_depth(target, road, tokens, trials, best, failed, left)
     low = road.lowest if failed is None else failed.size
     high = road.highest if best is None else best.size
+    if best is not None and failed is not None:
+        low, high = _between(road, failed.size, best.size)
     for _ in range(4):
         below, above = _find(road, depth, low, high)
         if road.exact and above == road.highest:  # which is known; what lies before it is not, whatever was expected
@@ -129,10 +135,41 @@ def _largest_failed(target: Target, trials: Sequence[Trial], best: Trial | None)
     return max(below, key=lambda trial: trial.size.nbytes, default=None)
 
 
-def _is_enough(target: Target, road: Road, best: Trial, failed: Trial | None, left: int) -> bool:
+def _is_enough(target: Target, road: Road, trials: Sequence[Trial], best: Trial, failed: Trial | None) -> bool:
     if best.size == road.lowest or (failed is not None and failed.size.nbytes >= _TIGHT * best.size.nbytes):
         return True
-    return best.value(target.kind) > (_CLOSER if left > 1 else CLOSE) * target.limit
+    if best.value(target.kind) <= CLOSE * target.limit:
+        return False
+    return _to_save(target, trials, best, failed) < _WORTH
+
+
+def _to_save(target: Target, trials: Sequence[Trial], best: Trial, failed: Trial | None) -> float:
+    """Of log bytes, what a smaller size than the best could save: never all that lies above what fails.
+
+    By the slope of log drift over log bytes, from the best to the next that was measured: a drift near its limit
+    is no answer where the curve is flat.
+    """
+    value = math.log(max(best.value(target.kind), _NOTHING))
+    others = [trial for trial in trials if trial is not best]
+    if not others:
+        return (math.log(target.limit) - value) / _BELIEVED
+    beside = min(others, key=lambda trial: abs(math.log(trial.size.nbytes / best.size.nbytes)))
+    fall = (value - math.log(max(beside.value(target.kind), _NOTHING))) / math.log(
+        beside.size.nbytes / best.size.nbytes
+    )
+    to_save = (math.log(target.limit) - value) / (_BELIEVED * min(max(fall, _FALLS[0]), _FALLS[1]))
+    return to_save if failed is None else min(to_save, math.log(best.size.nbytes / failed.size.nbytes))
+
+
+def _between(road: Road, failed: Size, best: Size) -> tuple[Size, Size]:
+    """The sizes to look between: where both ends are near, those that leave an answer near enough, hold or fail."""
+    low, high = best.nbytes * math.exp(-_SPARE), failed.nbytes * math.exp(_SPARE)
+    if low > high:
+        return failed, best
+    return (
+        road.look(round(low)) if low > failed.nbytes else failed,
+        road.look(round(high)) if high < best.nbytes else best,
+    )
 
 
 def _wanted_depth(
@@ -151,8 +188,8 @@ def _wanted_depth(
         return wanted
     if best is not None and failed is not None:
         (near, low), (far, high) = points[trials.index(best)], points[trials.index(failed)]
-        part = (wanted - low) / (high - low) if high > low else 0.5
-        return near + min(max(part, 0.1), 0.9) * (far - near)
+        if 0.0 < high - low < _BESIDE:
+            return near + min(max((wanted - low) / (high - low), 0.1), 0.9) * (far - near)
     at, value = min(points, key=lambda point: abs(point[1] - wanted))
     others = [point for point in points if abs(point[0] - at) > _NEAR]
     slope = 1.0
@@ -160,16 +197,18 @@ def _wanted_depth(
         second = min(others, key=lambda point: abs(point[1] - wanted))
         slope = min(max((value - second[1]) / (at - second[0]), _SLOPES[0]), _SLOPES[1])
     depth = at + (wanted - value) / slope
+    room = 0.1
+    if best is not None and failed is not None:
+        room = min(room, 0.1 * (road.depth(failed.size) - road.depth(best.size)))
     if failed is not None:
-        return min(depth, road.depth(failed.size) - 0.1)
-    assert best is not None
-    return max(depth, road.depth(best.size) + 0.1)
+        depth = min(depth, road.depth(failed.size) - room)
+    return depth if best is None else max(depth, road.depth(best.size) + room)
 
 
 def _wanted_kl(target: Target, tokens: int, trials: Sequence[Trial], best: Trial | None, left: int) -> float:
     """The log of the KL to aim at: the nearer what was measured, the nearer to the limit."""
     nearest = min(trials, key=lambda trial: _distance(target, trial), default=None)
-    room = 0.05 + 0.12 * min(1.0 if nearest is None else _distance(target, nearest), 1.0)
+    room = 0.02 + 0.1 * min(1.0 if nearest is None else _distance(target, nearest), 1.0)
     if best is None and left <= 2:
         room += 0.35 if left == 2 else 1.0
     limit = target.limit * math.exp(-room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -99,6 +100,98 @@ def test_it_ends_inside_the_window(foretold: float, part: float, warp: float) ->
     limit = math.exp(part * math.log(kl(HIGH)) + (1 - part) * math.log(kl(LOW)))
     target = Target("kl", limit)
     assert CLOSE * limit < held(target, Variant(power(foretold, 50.0), kl).search(target)).drift.kl <= limit
+
+
+def rough(generator: random.Random, slopes: list[float], noise: float) -> tuple[Callable[[float], float], Variant]:
+    """Pieces of these slopes of log KL over log bytes, rough by `noise` between sizes 3 % apart, and its variant.
+
+    The outlook is bent as well: a power of the KL, in waves, up to ten times too high or too low.
+    """
+    span = math.log(HIGH / LOW) / len(slopes)
+    knots = [generator.gauss(0.0, noise) for _ in range(300)]
+    scale, power = math.exp(generator.uniform(-2.3, 2.3)), generator.uniform(0.6, 1.5)
+    wave, phase = generator.uniform(0.0, 0.15), generator.uniform(0.0, 6.0)
+
+    def fallen(along: float) -> float:
+        return sum(slope * min(max(along - number * span, 0.0), span) for number, slope in enumerate(slopes))
+
+    def kl(nbytes: float) -> float:
+        along = math.log(nbytes / LOW)
+        knot, part = divmod(along / 0.03, 1.0)
+        jolt = knots[int(knot)] * (1 - part) + knots[int(knot) + 1] * part
+        return scale * math.exp(-fallen(along) + jolt)
+
+    def score(nbytes: float) -> float:
+        along = math.log(nbytes / LOW)
+        return 50 * math.exp(-power * fallen(along) + wave * math.sin(1.3 * along + phase))
+
+    return kl, Variant(score, kl)
+
+
+def smallest_possible(kl: Callable[[float], float], limit: float) -> float:
+    """The smallest of sizes 1 % apart that holds: a dip of the noise counts, though no search would find it."""
+    sizes = (LOW * 1.01**step for step in range(round(math.log(HIGH / LOW) / math.log(1.01))))
+    return next(nbytes for nbytes in sizes if kl(nbytes) <= limit)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "noise", "share"),
+    [
+        (1.0, 1.0, 0.0, 1.0),
+        (1.0, 1.0, 0.02, 0.98),
+        (1.0, 4.0, 0.0, 1.0),
+        (1.0, 4.0, 0.02, 0.99),
+        (1.0, 4.0, 0.04, 0.94),
+        (0.5, 4.0, 0.02, 0.95),
+        (0.7, 0.7, 0.02, 0.92),
+        (0.5, 0.5, 0.0, 0.97),
+        (0.5, 0.5, 0.02, 0.8),
+    ],
+)
+def test_so_many_answers_are_within_a_tenth_of_the_smallest(
+    least: float, most: float, noise: float, share: float
+) -> None:
+    """Of 200 curves between two slopes. At bytes^-0.5 a KL that is 2 % off is worth 4 % of the bytes: some are not."""
+    near = 0
+    for seed in range(200):
+        generator = random.Random(seed)
+        slopes = [math.exp(generator.uniform(math.log(least), math.log(most))) for _ in range(6)]
+        kl, variant = rough(generator, slopes, noise)
+        limit = kl(LOW * (HIGH / LOW) ** generator.uniform(0.1, 0.9))
+        best = held(Target("kl", limit), variant.search(Target("kl", limit)))
+        near += best.size.nbytes <= 1.1 * smallest_possible(kl, limit)
+    assert near >= share * 200
+
+
+@pytest.mark.parametrize("power", [0.7, 0.9, 1.1, 1.3, 1.5, 1.7])
+def test_a_flat_stretch_is_followed_to_its_end(power: float) -> None:
+    """As measured on a fine-tune: 0.84 X is no answer where a tenth of the bytes is worth 13 % of the KL."""
+    sizes = [455_769, 2_839_113, 3_163_996, 3_543_311, 4_609_548]
+    drifts = [1.69e-2, 1.147e-3, 9.52e-4, 8.41e-4, 6.33e-4]
+
+    def kl(nbytes: float) -> float:
+        number = min(max(sum(size < nbytes for size in sizes), 1), len(sizes) - 1)
+        low, high = sizes[number - 1], sizes[number]
+        part = math.log(nbytes / low) / math.log(high / low)
+        return drifts[number - 1] ** (1 - part) * drifts[number] ** part
+
+    variant = Variant(lambda nbytes: 5 * (nbytes / LOW) ** -power, kl)
+    best = held(Target("kl", 1e-3), variant.search(Target("kl", 1e-3)))
+    assert kl(best.size.nbytes / 1.1) > 1e-3 >= best.drift.kl
+
+
+@settings(max_examples=300, deadline=None)
+@given(slopes=st.lists(st.floats(0.5, 4.0), min_size=1, max_size=6), seed=st.integers(0, 1 << 20))
+def test_the_window_is_left_open_by_no_early_stop(slopes: list[float], seed: int) -> None:
+    """Who stops before the last measurement is inside the window, or at the smallest size there is."""
+    generator = random.Random(seed)
+    kl, variant = rough(generator, slopes, 0.01)
+    limit = kl(LOW * (HIGH / LOW) ** generator.uniform(0.05, 0.95))
+    assume(limit > 1e-8)
+    trials = variant.search(Target("kl", limit))
+    best = held(Target("kl", limit), trials)
+    if len(trials) < MOST:
+        assert CLOSE * limit < best.drift.kl or best.size.nbytes <= 1.03 * smallest_possible(kl, limit)
 
 
 @settings(max_examples=300, deadline=None)
