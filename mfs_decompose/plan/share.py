@@ -30,7 +30,9 @@ PARTS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02, 0.0
 """Of a budget for bands; predicted drift changes little between two neighbours."""
 
 FLATTERED = 0.4
-"""By how much ln KL rises above the prediction from all bytes in bands to none: 0 to .75 where it was measured."""
+"""By how much ln KL rises above the prediction from all bytes in bands to none: 0 to .75 where it was measured. Not of
+merged LoRAs, of which rounding is left out and not what was learnt: 2 % of the checkpoint with a fifth of it in rests
+had .82 of the KL of bands alone, .98 predicted; 5 % with .6 and .7 in rests .60 and .65, .73 and .71 predicted."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,17 @@ def choose_again(mixes: Mapping[Key, MixCandidate], picked: Mapping[Key, Mix], b
 
 
 def _best_split(mixes: Mapping[Key, MixCandidate], budget: float) -> dict[Key, Mix]:
-    """Of all parts that bands may get, the one of least predicted drift, coding held to be worth a little less."""
+    """Of all parts that bands may get, the one of least predicted drift, see `FLATTERED`."""
     banded = _Banded({key: as_banded(one) for key, one in mixes.items()})
     found: dict[Key, Mix] = {}
     least = math.inf
     for part in PARTS:
         mix = split(mixes, banded.spend(int(budget * part)), budget)
-        drift = math.exp(FLATTERED * (1.0 - part)) * math.fsum(mix_drift(mixes[key], mix[key]) for key in mix)
+        learnt, rounding = (
+            math.fsum(mix_drift(one, mix[key]) for key, one in mixes.items() if (one.peeled is not None) == merged)
+            for merged in (False, True)
+        )
+        drift = math.exp(FLATTERED * (1.0 - part)) * learnt + rounding
         if drift < least:
             found, least = mix, drift
     return found
