@@ -140,12 +140,16 @@ class PagedStep:
         layout = self._layout.group(store.group, query.device)
         assert layout.window == style.window and query.shape[2] == self._layout.rows
         self.calls += 1
+        query_THD = query[0].transpose(0, 1)
+        whole = layout.decodes[0] if len(layout.decodes) == 1 and layout.decodes[0].rows is None else None
+        new = key[0], value[0]
+        if whole is not None and _reads_pages(query, store, style) and all(_can_be_written(one) for one in new):
+            return whole.pages.attend(query_THD, store.keys, store.values, style.scaling, new)
         keys_THD, values_THD = key[0].transpose(0, 1), value[0].transpose(0, 1)
         store.keys.flatten(0, 1).index_copy_(0, layout.slots, keys_THD.to(store.keys.dtype))
         store.values.flatten(0, 1).index_copy_(0, layout.slots, values_THD.to(store.values.dtype))
-        query_THD = query[0].transpose(0, 1)
-        if len(layout.decodes) == 1 and layout.decodes[0].rows is None:
-            return _decode(query_THD, store, layout.decodes[0], style)
+        if whole is not None:
+            return _decode(query_THD, store, whole, style)
         out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
         for batch in layout.decodes:
             assert batch.rows is not None
@@ -163,10 +167,18 @@ class PagedStep:
         return out
 
 
+def _reads_pages(query: torch.Tensor, store: LayerStore, style: AttentionStyle) -> bool:
+    return style.fused(store.keys, store.values) and can_attend(query, store.keys, store.values)
+
+
+def _can_be_written(rows: torch.Tensor) -> bool:
+    return rows.dtype == torch.float32 and rows.stride(2) == 1
+
+
 def _decode(query_BHD: torch.Tensor, store: LayerStore, batch: DecodeBatch, style: AttentionStyle) -> torch.Tensor:
     """One row a sequence, batched: the blocks of all are gathered side by side, shorter ones padded and masked."""
     rows, heads, size = query_BHD.shape
-    if style.fused(store.keys, store.values) and can_attend(query_BHD, store.keys, store.values):
+    if _reads_pages(query_BHD, store, style):
         return batch.pages.attend(query_BHD, store.keys, store.values, style.scaling)
     key, value = (_gather(pages, batch.table, batch.keys) for pages in (store.keys, store.values))
     groups = heads // key.shape[1]

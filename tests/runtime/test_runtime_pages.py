@@ -99,6 +99,26 @@ def test_layers_of_other_shapes_over_the_same_pages() -> None:
         assert float((found - case.expected(scale)).abs().max()) < 2e-6
 
 
+@pytest.mark.parametrize("rows_first", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_new_keys_are_written_first(rows_first: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "_FEW", 0)
+    case = Case([(0, 9), (2, 8), (0, 1)][:count], size=24)
+    wanted = case.expected(None)
+    places = [
+        (int(case.table[row, (last - 1) // 4]), (last - 1) % 4) for row, (_, last) in enumerate(case.spans.tolist())
+    ]
+    new = []
+    for pages in case.pages:
+        taken = torch.stack([pages[place] for place in places], dim=0 if rows_first else 1)
+        new.append(taken.transpose(0, 1) if rows_first else taken)  # [heads, rows, size], lying either way
+        for place in places:
+            pages[place] = torch.nan
+    found = Pages(case.table, case.spans).attend(case.query, *case.pages, None, (new[0], new[1]))
+    assert float((found - wanted).abs().max()) < 2e-6
+    assert torch.equal(case.answer(), found)
+
+
 def test_large_scores_and_queries_that_lie_otherwise() -> None:
     case = Case([(0, 30), (0, 5)], size=32)
     case.query = 200 * case.query.transpose(0, 1).contiguous().transpose(0, 1)

@@ -73,6 +73,22 @@ def ask(typing: Any, address: Any, otherwise: Any) -> Any:
     return types.int64(address, otherwise), build
 
 
+@intrinsic
+def fetch(typing: Any, address: Any) -> Any:
+    """Begin to bring what lies at an address into the caches."""
+
+    def build(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        place, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        call = builder.module.declare_intrinsic(
+            "llvm.prefetch", [place], ir.FunctionType(ir.VoidType(), [place, number, number, number])
+        )
+        read, all_levels, data = (ir.Constant(number, value) for value in (0, 3, 1))
+        builder.call(call, [builder.inttoptr(given[0], place), read, all_levels, data])
+        return context.get_dummy_value()
+
+    return types.void(address), build
+
+
 def widen(code: Any) -> Any:
     """A code as fp32; uint16 is bf16."""
 

@@ -14,9 +14,9 @@ from mfs_decompose.runtime.ops.team import team_for, torch_team
 
 def can_attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether the kernel reads these: fp32, on a CPU, keys and values one after another."""
-    given = (query, keys, values)
     return (
-        all(one.dtype == torch.float32 and one.device.type == "cpu" for one in given)
+        query.dtype == keys.dtype == values.dtype == torch.float32
+        and query.device.type == keys.device.type == "cpu"
         and keys.is_contiguous()
         and values.is_contiguous()
     )
@@ -39,13 +39,19 @@ class Pages:
         self._threads = 1
 
     def attend(
-        self, query_BHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+        self,
+        query_BHD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Answers [B, H, D].
 
         Args:
             keys: [blocks, block_size, Hkv, D], values alike; H is a multiple of Hkv.
             scale: of scores, 1 / sqrt(D) where it is None.
+            new: key and value [Hkv, B, D] of the last token that each row sees, which is written to its place first.
         """
         query, words = query_BHD.contiguous(), self._words
         shape = (query.shape[1], keys.shape[1:], scale)
@@ -55,8 +61,18 @@ class Pages:
         answer = torch.empty_like(query)
         words[to.QUERY], words[to.ANSWER] = query.data_ptr(), answer.data_ptr()
         words[to.KEYS], words[to.VALUES] = keys.data_ptr(), values.data_ptr()
+        self._write(new)
         _kernel().run(words, self._threads)
         return answer
+
+    def _write(self, new: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        words = self._words
+        if new is None:
+            words[to.NEW_KEY] = 0
+            return
+        key, value = new
+        words[to.NEW_KEY : to.NEW_KEY + 3] = key.data_ptr(), key.stride(1), key.stride(0)
+        words[to.NEW_VALUE : to.NEW_VALUE + 3] = value.data_ptr(), value.stride(1), value.stride(0)
 
     def _fit(self, query_BHD: torch.Tensor, keys: torch.Tensor, scale: float | None) -> None:
         words, (_, heads, size) = self._words, query_BHD.shape
