@@ -59,15 +59,26 @@ class Sparse:
         if not isinstance(fmt, str) or fmt not in VALUE_BYTES:
             raise ArtifactInvalid(f"codec 'sparse': unknown values {shown(fmt)}")
         steps, (rows, columns) = node.integer("steps"), shape
-        index = read_array(node, "index", fetch, "U16" if columns <= SHORT_INDEX else "I32", (steps, rows))
+        index = read_index(node, fetch, steps, shape)
         values = read_array(node, "value", fetch, "BF16" if fmt == "bf16" else "I8", (steps, rows)).to(torch.float64)
         if fmt == "int8":
             scale = read_array(node, "scale", fetch, "BF16", (steps, -(-rows // GROUP))).to(torch.float64)
             values = values * scale.repeat_interleave(GROUP, dim=1)[:, :rows]
-        wide = index.to(torch.int64)
-        if wide.numel() and not 0 <= int(wide.min()) <= int(wide.max()) < columns:
-            raise ArtifactInvalid(f"codec 'sparse': a column index lies outside 0..{columns - 1}")
-        return _Entries(wide, values, columns)
+        return _Entries(index.to(torch.int64), values, columns)
+
+
+def read_index(node: CodecNode, fetch: Fetch, steps: int, shape: tuple[int, int]) -> torch.Tensor:
+    """The columns of entries, uint16 or int32 [steps, O].
+
+    Raises:
+        ArtifactInvalid: they cannot be read, or one lies outside of the matrix.
+    """
+    rows, columns = shape
+    index = read_array(node, "index", fetch, "U16" if columns <= SHORT_INDEX else "I32", (steps, rows))
+    wide = index.to(torch.int32)
+    if wide.numel() and not 0 <= int(wide.min()) <= int(wide.max()) < columns:
+        raise ArtifactInvalid(f"codec 'sparse': a column index lies outside 0..{columns - 1}")
+    return index
 
 
 class _Entries:

@@ -18,6 +18,7 @@ from mfs_decompose.codec.base import Fetch
 from mfs_decompose.codec.fixed import open_fixed
 from mfs_decompose.codec.registry import open_delta
 from mfs_decompose.codec.sizes import SHORT_INDEX
+from mfs_decompose.codec.sparse import read_index
 from mfs_decompose.codec.tree import CodecNode
 from mfs_decompose.linalg.packing import pack_bits, packed_bytes, unpack_int4
 from mfs_decompose.linalg.shapes import GROUP
@@ -166,8 +167,7 @@ def _narrow(codes: torch.Tensor) -> torch.Tensor:
 def _entries(
     node: CodecNode, fetch: Fetch, steps: int, shape: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    rows, columns = shape
-    index = read_array(node, "index", fetch, "U16" if columns <= SHORT_INDEX else "I32", (steps, rows))
+    rows, index = shape[0], read_index(node, fetch, steps, shape)
     whole = node.params["values"] == "bf16"
     codes = read_array(node, "value", fetch, "BF16" if whole else "I8", (steps, rows))
     return index, codes, None if whole else read_array(node, "scale", fetch, "BF16", (steps, -(-rows // GROUP)))

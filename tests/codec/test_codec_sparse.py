@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mfs_decompose.codec.sparse import Sparse
 from mfs_decompose.errors import ArtifactInvalid
+from mfs_decompose.runtime.resident_read import read_forms
 
 _CODEC = Sparse()
 _VALUES = ["bf16", "int8"]
@@ -226,6 +227,9 @@ def test_an_index_outside_the_row_is_refused(entry: Stored, index: int) -> None:
     data = entry.data[:start] + index.to_bytes(2, "little") + entry.data[start + 2 :]
     with pytest.raises(ArtifactInvalid, match=r"index lies outside 0\.\.32"):
         _CODEC.open(entry.node, Stored(entry.node, data).fetch, (65, 33))
+    # As the runtime reads them, whose kernels go by addresses.
+    with pytest.raises(ArtifactInvalid, match=r"index lies outside 0\.\.32"):
+        read_forms(entry.node, Stored(entry.node, data).fetch, (65, 33))
 
 
 def test_a_negative_index_is_refused() -> None:

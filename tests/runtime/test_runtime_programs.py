@@ -216,6 +216,32 @@ def test_what_lies_otherwise_is_refused() -> None:
             asked.add(x, y)
 
 
+def test_what_does_not_fit_together_is_refused() -> None:
+    """A kernel goes by addresses: what is too short must not reach it."""
+    form = LowRank(Factor(torch.ones(2, 4)), Factor(torch.ones(2, 5)))
+    entries = Csr(torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.ones(1), None, 5)
+    for wrong in (
+        Part(form, 0, 1, 0, 3),
+        Part(form, 2, 1, 0, 4),
+        Part(form, 0, 1, -1, 3),
+        Part(LowRank(form.left, Factor(torch.ones(3, 5))), 0, 1, 0, 4),
+        Part(entries, 0, 1, 0, 2),
+        Part(Ell(torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 2), None, 5), 0, 1, 0, 3),
+    ):
+        with pytest.raises(AssertionError):
+            Program([wrong])
+    asked = Program([Part(form, 0, 2, 1, 5), Part(entries, 0, 1, 0, 1)])
+    asked.add(torch.ones(2, 5), torch.ones(2, 5))
+    for x, y in (
+        (torch.ones(1, 5), torch.ones(1, 5)),
+        (torch.ones(2, 5), torch.ones(3, 5)),
+        (torch.ones(2, 5), torch.ones(2, 4)),
+        (torch.ones(2, 4), torch.ones(2, 5)),
+    ):
+        with pytest.raises(AssertionError):
+            asked.add(x, y)
+
+
 # The team.
 
 

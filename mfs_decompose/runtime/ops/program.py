@@ -44,6 +44,12 @@ class Program:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = tuple(parts)  # whose memory the tables name
+        for part in parts:
+            _check(part)
+        # The least that x and y must have: kernels go by addresses.
+        self._rows = max((part.last for part in parts), default=0)
+        self._outputs = max((part.stop for part in parts), default=0)
+        self._inputs = {_inputs(part.form) for part in parts}
         factors = [(part, part.form) for part in parts if isinstance(part.form, LowRank) and part.form.left.rank]
         entries = [(part, part.form) for part in parts if isinstance(part.form, Ell | Csr)]
         self._factors = _Factors(factors) if factors else None
@@ -51,6 +57,8 @@ class Program:
 
     def add(self, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
         """`y += x M^T` of each part's matrix M for its rows, fp32, in place; x lies row after row."""
+        assert x_TI.shape[0] == y_TO.shape[0] >= self._rows and y_TO.shape[1] >= self._outputs
+        assert self._inputs <= {x_TI.shape[1]}
         assert x_TI.is_contiguous() and y_TO.stride(1) == 1 and x_TI.dtype == y_TO.dtype == torch.float32
         if self._factors is not None:
             self._factors.add(x_TI, y_TO)
@@ -65,6 +73,21 @@ def takes(form: Form) -> bool:
     if isinstance(form, LowRank):
         return all(side.codes.dtype in _FACTORS for side in (form.left, form.right))
     return isinstance(form, Ell | Csr) and form.codes.dtype in _ENTRIES
+
+
+def _inputs(form: Taken) -> int:
+    return form.right.codes.shape[1] if isinstance(form, LowRank) else form.width
+
+
+def _check(part: Part) -> None:
+    form, outputs = part.form, part.stop - part.start
+    assert 0 <= part.first <= part.last and 0 <= part.start <= part.stop
+    if isinstance(form, LowRank):
+        assert form.left.rank == form.right.rank and form.left.codes.shape[1] == outputs
+    elif isinstance(form, Csr):
+        assert form.offsets.numel() == outputs + 1 and form.columns.shape == form.codes.shape
+    else:
+        assert form.columns.shape == form.codes.shape and form.columns.shape[0] == outputs
 
 
 class _Factors:
