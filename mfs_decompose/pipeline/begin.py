@@ -104,7 +104,7 @@ def begin(
         if plan.base_mode == "shared":
             with clock.stage("shared delta"):
                 plan, shared = add_shared(replace(staging, plan=plan), sources)
-            sources = replace(sources, shared=shared.deltas)
+            sources = replace(sources, shared=shared.deltas, common=shared.common)
         job = Job(without_shares(plan, shared.shares), workspace, sources, device, threads, memory, sink)
         with clock.stage("pass 1"):
             surveyed = survey_all(job)

@@ -24,11 +24,16 @@ DeltaOf = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Sources:
-    """Readers of the base as stored and of every variant, and the shared deltas that items build on."""
+    """Readers of the base as stored and of every variant, and the shared deltas that items build on.
+
+    `common` is what a shared delta was made of [O, I], all of it: what items store beside it is fitted to what that
+    leaves.
+    """
 
     base: TensorReader
     variants: Mapping[str, TensorReader]
     shared: Mapping[Key, Shared] = field(default_factory=dict)
+    common: Mapping[Key, torch.Tensor] = field(default_factory=dict)
 
     @property
     def bytes_read(self) -> int:
@@ -52,7 +57,7 @@ class Sources:
         shared = self.shared.get(item.key)
         if shared is None:
             return lambda start, own, base: delta_rows(own, base)
-        opened, scale = shared.open(), shared.shape[0] // (item.base.rows if item.base is not None else 1)
+        opened, scale = shared.open(), _matrix_rows(shared.shape[0], item)
 
         def rest(start: int, own: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
             known = opened.rows(start * scale, (start + own.shape[0]) * scale).reshape(own.shape)
@@ -60,12 +65,25 @@ class Sources:
 
         return rest
 
-    def delta_blocks(self, item: Item, advance: Advance) -> Iterator[tuple[int, torch.Tensor]]:
-        """The delta of the common rows in row blocks, as the matrix a codec sees: (first matrix row, fp32 rows)."""
+    def fitted_of(self, item: Item) -> DeltaOf:
+        """What directions are fitted to: an item's delta, without all that it has in common with others."""
+        common = self.common.get(item.key)
+        if common is None:
+            return self.delta_of(item)
+        scale = _matrix_rows(common.shape[0], item)
+
+        def rest(start: int, own: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+            known = common[start * scale : (start + own.shape[0]) * scale].reshape(own.shape)
+            return delta_rows(own, base) - known.to(torch.float32)
+
+        return rest
+
+    def fitted_blocks(self, item: Item, advance: Advance) -> Iterator[tuple[int, torch.Tensor]]:
+        """What is fitted of the common rows, in row blocks of the matrix a codec sees: (first row, fp32 rows)."""
         own, base = self.own(item), self.of_base(item)
         assert base is not None and item.matrix is not None
         scale, columns = item.matrix[0] // item.common.rows, item.matrix[1]
-        delta = self.delta_of(item)
+        delta = self.fitted_of(item)
         step = block_rows(item.common, ROW_BLOCK_ELEMENTS)
         for start in range(0, item.common_rows, step):
             stop = min(start + step, item.common_rows)
@@ -78,6 +96,11 @@ def row_blocks(item: Item, elements: int, splits: Sequence[int] = ()) -> list[tu
     step = block_rows(item.spec, elements)
     edges = sorted({0, item.common_rows, item.spec.rows, *splits})
     return [(start, min(start + step, high)) for low, high in pairwise(edges) for start in range(low, high, step)]
+
+
+def _matrix_rows(rows: int, item: Item) -> int:
+    """Rows of the matrix that a row of an item's base tensor is."""
+    return rows // (item.base.rows if item.base is not None else 1)
 
 
 def _row_bytes(item: Item) -> int:

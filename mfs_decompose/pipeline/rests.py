@@ -26,12 +26,16 @@ _PIECES = 16  # that it is taken in, evenly spaced
 
 
 def survey_open(item: Item, fit: Fit, sources: Sources) -> OpenFacts:
-    """Curves of the delta itself and of what its fit leaves, and about how many bytes all bits would take."""
+    """Curves of the delta itself and of what its fit leaves, and about how many bytes all bits would take.
+
+    No curves beside a shared delta: a coded rest would hold what that leaves of the common delta once a variant.
+    """
     shape, delta, _ = delta_matrix(item, sources)
     places = _places(shape)
     rows = torch.cat([delta(start, stop) for start, stop in places])
     curves: list[tuple[int, DeadCurve]] = []
-    for rank in sorted({0, *(max(fit.steps // part, 1) for part in _RANKS)}):
+    ranks = () if item.key in sources.shared else (0, *(max(fit.steps // part, 1) for part in _RANKS))
+    for rank in sorted(set(ranks)):
         rest = rows if rank == 0 else rows - _fitted(fit, rank, places)
         curve = measure_dead_curve(rest, DEAD)
         if curve is not None:

@@ -23,12 +23,11 @@ from mfs_decompose.artifact.shared_delta import OWNER, SharedReader, SharedRecor
 from mfs_decompose.codec.banded import Banded
 from mfs_decompose.codec.shared import Shared
 from mfs_decompose.events import ProgressSink
-from mfs_decompose.linalg.bands import Bands
+from mfs_decompose.linalg.bands import Bands, made_up
 from mfs_decompose.linalg.sums import squared_norm
-from mfs_decompose.linalg.svd import Truncation
 from mfs_decompose.pipeline.base_stage import read_pieces
 from mfs_decompose.pipeline.scheduler import Stop, run_units
-from mfs_decompose.pipeline.shared_survey import SharedSurvey, SharedSurveyor, rows_of
+from mfs_decompose.pipeline.shared_survey import SharedSurvey, SharedSurveyor, open_whole
 from mfs_decompose.pipeline.workspace import Workspace
 from mfs_decompose.plan.allocate import Key
 from mfs_decompose.plan.cap import ENTRY_BYTES, shard_overhead
@@ -36,18 +35,22 @@ from mfs_decompose.plan.model import Plan
 from mfs_decompose.plan.shared_groups import SharedGroup, shared_groups, tied_twins
 from mfs_decompose.plan.shared_sizes import SharedBudget, SharedCurves, share_shared
 
-SURVEY, ENCODE = "shared-survey", "shared-encode"
+SURVEY, ENCODE, COMMON = "shared-survey", "shared-encode", "shared-common"
 _ROWS = 1024
 
 
 @dataclass(frozen=True)
 class SharedStored:
-    """The shared delta as stored: its record and files, what each variant answers for, and what items build on."""
+    """The shared delta as stored: its record and files, what each variant answers for, and what items build on.
+
+    `common` is what a delta [O, I] of each item has in common with others, as it was found: bf16, mapped from scratch.
+    """
 
     record: SharedRecord | None = None
     files: tuple[FileRecord, ...] = ()
     shares: Mapping[str, int] = field(default_factory=dict)
     deltas: Mapping[Key, Shared] = field(default_factory=dict)
+    common: Mapping[Key, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,15 @@ def survey_shared(
     def record(group: SharedGroup, found: SharedSurvey) -> None:
         workspace.record_step(SURVEY, group.number, found.to_json())
 
+    def work(group: SharedGroup, stop: Stop) -> SharedSurvey:
+        scratch = workspace.step_path(COMMON, group.number)
+        try:
+            return surveyor.survey(group, scratch, stop)
+        finally:
+            scratch.unlink(missing_ok=True)
+
     sink.start("shared delta: survey", None)
-    run_units(left, surveyor.survey, record, threads, memory)
+    run_units(left, work, record, threads, memory)
     sink.finish()
     surveys = tuple(SharedSurvey.from_json(workspace.done.steps[SURVEY, group.number]) for group in groups)
     exact = {
@@ -142,15 +152,19 @@ def store_shared(
     shapes = {name: spec.shape for name, spec in plan.base_tensors.items()}
     reader = SharedReader(workspace.folder, record, shapes)
     deltas: dict[Key, Shared] = {}
+    common: dict[Key, torch.Tensor] = {}
     for group in chosen:
         delta = reader.of(group.name)
         assert delta is not None
         own = {item.variant: item for item in group.items if item.variant in users[group.name]}
-        deltas.update({item.key: delta for item in own.values()})
+        keys = [item.key for item in own.values()]
         for twin in tied_twins(plan, group):
             if twin.variant in own and surveyor.same_bits(own[twin.variant], twin):
-                deltas[twin.key] = delta  # one of the two will hold the bytes for both
-    return SharedStored(record, tuple(files), record.share({id for id, _ in deltas}), deltas)
+                keys.append(twin.key)  # one of the two will hold the bytes for both
+        deltas.update(dict.fromkeys(keys, delta))
+        whole = open_whole(workspace.step_path(COMMON, group.number), group.matrix)
+        common.update(dict.fromkeys(keys, whole))
+    return SharedStored(record, tuple(files), record.share({id for id, _ in deltas}), deltas, common)
 
 
 def _encode_all(
@@ -170,14 +184,21 @@ def _encode_all(
     left = [
         group
         for group in groups
-        if (ENCODE, group.number) not in done or not (written or workspace.has_step(ENCODE, group.number))
+        if (ENCODE, group.number) not in done
+        or not (written or workspace.has_step(ENCODE, group.number))
+        or (COMMON, group.number) not in done
+        or not workspace.has_step(COMMON, group.number)
     ]
 
     def work(group: SharedGroup, stop: Stop) -> dict[str, object]:
         return _encode(workspace, group, bands[group.name], users[group.name], surveyor, stop)
 
+    def record(group: SharedGroup, found: dict[str, object]) -> None:
+        workspace.record_step(COMMON, group.number, {})
+        workspace.record_step(ENCODE, group.number, found)
+
     sink.start("shared delta: encode", None)
-    run_units(left, work, lambda group, found: workspace.record_step(ENCODE, group.number, found), threads, memory)
+    run_units(left, work, record, threads, memory)
     sink.finish()
 
 
@@ -190,21 +211,22 @@ def _encode(
     stop: Stop,
 ) -> dict[str, object]:
     """Write one shared delta to scratch, and measure what it misses."""
-    found = surveyor.common(group, [item for item in group.items if item.variant in users], stop)
-    assert found is not None, "it was factorised before"
-    sink, rank = io.BytesIO(), sum(bands)
+    scratch = workspace.step_path(COMMON, group.number)
+    common = surveyor.common(group, [item for item in group.items if item.variant in users], scratch, stop)
+    assert common is not None, "it was factorised before"
+    sink, rank, found = io.BytesIO(), sum(bands), common.found
+    times = made_up(found.energy.tolist(), found.total, group.matrix, rank)
 
     def emit(data: bytes) -> None:
         sink.write(data)
 
-    node = Banded().encode(found.left[:rank].cpu(), found.right[:rank].cpu(), bands, emit)
+    node = Banded().encode(found.left[:rank].cpu(), found.right[:rank].cpu(), bands, emit, times)
     data = sink.getvalue()
     delta = Banded().open(node, lambda offset, count: data[offset : offset + count], group.matrix)
-    whole = Truncation(found.left.cpu(), found.right.cpu(), found.energy, found.total)
     errors = []
     for start in range(0, group.matrix[0], _ROWS):
         stop_row = min(start + _ROWS, group.matrix[0])
-        errors.append(squared_norm(delta.rows(start, stop_row) - rows_of(whole, start, stop_row).to(torch.float64)))
+        errors.append(squared_norm(delta.rows(start, stop_row) - common.rows(start, stop_row).to(torch.float64)))
     workspace.step_path(ENCODE, group.number).write_bytes(data)
     return {
         "tree": node.to_json(),

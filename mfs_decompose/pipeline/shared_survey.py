@@ -3,14 +3,19 @@
 For each base tensor the deltas are averaged over the variants that are nearer to the mean than to the base. Of the
 directions of that mean those are common that the variants agree on; a direction that one variant learnt alone is in the
 mean as well, and taking it from the others would only move it there. Truncations of what is left of each delta are
-then taken out, and the mean of the rest is looked at once more: `S = mean_k(D_k - L_k)`, in its common directions.
+then taken out, and the mean of the rest is looked at once more: `M = mean_k(D_k - L_k)`, without directions that are
+not common.
+
+What a variant stores is fitted to `D_k - M` with all of M, and not to what the stored directions of M leave: the tail
+of M has more energy than what makes a variant itself, does little harm, and would be stored K times.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +81,26 @@ class SharedSurvey:
 
 
 @dataclass(frozen=True)
+class Common:
+    """What deltas have in common: its strongest directions, and all of it [O, I], bf16, mapped from a scratch file.
+
+    `found.total` is the squared norm of all of it.
+    """
+
+    found: Truncation
+    whole: torch.Tensor
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows of all of it, fp32."""
+        return self.whole[start:stop].to(torch.float32)
+
+
+def open_whole(path: Path, shape: tuple[int, int]) -> torch.Tensor:
+    """The matrix of a scratch file, bf16, made where there is none."""
+    return torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=torch.bfloat16).reshape(shape)
+
+
+@dataclass(frozen=True)
 class SharedSurveyor:
     """Reads the deltas of groups; thread-safe."""
 
@@ -84,36 +109,47 @@ class SharedSurveyor:
     device: str
     advance: Advance
 
-    def survey(self, group: SharedGroup, stop: Stop) -> SharedSurvey:
-        """Curves of one group."""
+    def survey(self, group: SharedGroup, scratch: Path, stop: Stop) -> SharedSurvey:
+        """Curves of one group; `scratch` is a file to work with."""
         sizes = {item.variant: _measure(self._deltas(group, item, stop)) for item in group.items}
         exact = tuple(id for id, size in sizes.items() if not math.isfinite(size))
         users = self._users(group, sizes, stop)
         if len(users) < 2:
             return SharedSurvey(exact=exact)
-        common = self.common(group, users, stop)
-        if common is None or not common.rank:
+        common = self.common(group, users, scratch, stop)
+        if common is None:
             return SharedSurvey(exact=exact)
         rests = {item.variant: self._factorise(group, self._rest(group, item, common, stop)) for item in users}
         alone = {item.variant: self._factorise(group, self._deltas(group, item, stop)) for item in users}
         if None in rests.values() or None in alone.values():
             return SharedSurvey(exact=exact)
-        return SharedSurvey(_curve(common), _curves(rests), _curves(alone), exact)
+        return SharedSurvey(_curve(common.found), _curves(rests), _curves(alone), exact)
 
-    def common(self, group: SharedGroup, users: Sequence[Item], stop: Stop) -> Truncation | None:
-        """What the deltas of the users have in common; None where a factorisation failed."""
-        found: Truncation | None = None
+    def common(self, group: SharedGroup, users: Sequence[Item], scratch: Path, stop: Stop) -> Common | None:
+        """What the deltas of the users have in common, in `scratch`; None where it has no direction, or SVDs failed."""
         taken: list[Truncation] = []
         for turn in range(_TURNS):
-            mean = self._factorise(group, self._mean_blocks(group, users, taken, stop))
-            found = mean and self._agreed(group, users, mean, taken, stop)
-            if found is None or not found.rank or turn == _TURNS - 1:
+            blocks = self._mean_blocks(group, users, taken, stop)
+            mean = self._factorise(group, blocks)
+            if mean is None:
+                return None
+            keep = self._agreed(group, users, mean, taken, stop)
+            if not bool(keep.any()):
+                return None
+            dropped = _part(mean, ~keep)
+            whole = open_whole(scratch, group.matrix)
+            for first, rows in blocks():
+                end = first + rows.shape[0]
+                whole[first:end] = (rows - rows_of(dropped, first, end)).to(torch.bfloat16)
+            total = max(mean.total - math.fsum(dropped.energy.tolist()), 0.0)
+            found = Common(replace(_part(mean, keep), total=total), whole)
+            if turn == _TURNS - 1:
                 return found
             own = [self._factorise(group, self._rest(group, item, found, stop)) for item in users]
             if None in own:
                 return None
             taken = [one.head(max(1, one.rank // 2)) for one in own if one is not None]
-        return found
+        return None
 
     def _agreed(
         self,
@@ -122,8 +158,8 @@ class SharedSurveyor:
         mean: Truncation,
         taken: Sequence[Truncation],
         stop: Stop,
-    ) -> Truncation:
-        """The directions of the mean that the variants have about equally much of."""
+    ) -> torch.Tensor:
+        """Which directions of the mean the variants have about equally much of."""
         sizes = mean.energy.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
         apart = torch.zeros_like(sizes)
         for index, item in enumerate(users):
@@ -132,9 +168,7 @@ class SharedSurveyor:
                 left = mean.left[:, first : first + delta.shape[0]].to(torch.float64)
                 amount += ((left @ delta.to(torch.float64)) * mean.right.to(torch.float64)).sum(dim=1)
             apart += (amount / sizes - sizes).square()  # both sides hold the root of the size
-        keep = apart <= _AGREED * len(users) * mean.energy
-        energy = mean.energy[keep]
-        return Truncation(mean.left[keep], mean.right[keep], energy, math.fsum(energy.tolist()))
+        return apart <= _AGREED * len(users) * mean.energy
 
     def _users(self, group: SharedGroup, sizes: Mapping[str, float], stop: Stop) -> tuple[Item, ...]:
         """The items whose delta is finite, not zero, and nearer to the mean of such deltas than to zero."""
@@ -188,8 +222,14 @@ class SharedSurveyor:
 
         return blocks
 
-    def _rest(self, group: SharedGroup, item: Item, common: Truncation, stop: Stop) -> Blocks:
-        return self._without(group, item, [common], stop)
+    def _rest(self, group: SharedGroup, item: Item, common: Common, stop: Stop) -> Blocks:
+        """A delta without all that is common, in row blocks."""
+
+        def blocks() -> Iterator[tuple[int, torch.Tensor]]:
+            for first, delta in self._deltas(group, item, stop)():
+                yield first, delta - common.rows(first, first + delta.shape[0])
+
+        return blocks
 
     def _without(self, group: SharedGroup, item: Item, taken: Sequence[Truncation], stop: Stop) -> Blocks:
         """A delta without some products, in row blocks."""
@@ -230,6 +270,10 @@ def _measure(blocks: Blocks) -> float:
 def rows_of(product: Truncation, start: int, stop: int) -> torch.Tensor:
     """Rows of `left.T @ right`, fp32."""
     return product.left[:, start:stop].mT @ product.right
+
+
+def _part(found: Truncation, chosen_R: torch.Tensor) -> Truncation:
+    return Truncation(found.left[chosen_R], found.right[chosen_R], found.energy[chosen_R], found.total)
 
 
 def _scale(group: SharedGroup) -> int:

@@ -82,7 +82,7 @@ class Surveyor:
             found.append(surveyed)
             if fits:
                 if item.key in self.sources.shared:
-                    delta = self.sources.delta_of(item)(0, own_common, base_common).reshape(item.matrix)
+                    delta = self.sources.fitted_of(item)(0, own_common, base_common).reshape(item.matrix)
                 deltas.append(delta)
                 chosen.append(at)
         if chosen:
@@ -112,7 +112,7 @@ class Surveyor:
             assert item.matrix is not None
 
             def blocks() -> Iterator[tuple[int, torch.Tensor]]:
-                for block in self.sources.delta_blocks(item, self.advance):
+                for block in self.sources.fitted_blocks(item, self.advance):
                     stop.check()
                     yield block
 

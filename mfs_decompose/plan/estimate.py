@@ -58,6 +58,8 @@ def estimate(plan: Plan, base: Checkpoint | None, variants: Sequence[Checkpoint]
     fits = sum(_scratch_bytes(item) for item in plan.items())
     encoded = sum(variant.bytes for variant in own)
     largest = sorted((unit.peak_bytes for unit in plan.units), reverse=True)[:threads]
+    if plan.base_mode == "shared":  # what deltas have in common, in bf16
+        fits += sum(2 * spec.numel for spec in plan.base_tensors.values())
     text = sum(_text_bytes(item) for item in plan.items())
     stage = tensors * (len(variants) if base is None else 1)
     again = sum(_read_again(item, plan.recipe.objective.capped) for item in plan.items())

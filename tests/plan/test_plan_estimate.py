@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_a_cap_bounds_a_variant() -> None:
 def test_a_cap_that_is_never_reached_does_not() -> None:
     found = of({"objective.budget": "90GB"}).variants[0]
     assert found.bytes < 2 * found.checkpoint_bytes
+
+
+def test_what_is_shared_needs_scratch() -> None:
+    """What deltas have in common lies there whole, in bf16."""
+    plan = plan_of(*PAIR, recipe={"objective.budget": "10%"}, store="copy")
+    known = estimate(plan, BASE, PAIR, 1)
+    shared = estimate(replace(plan, base_mode="shared"), BASE, PAIR, 1)
+    assert shared.disk_bytes == known.disk_bytes + 2 * sum(info.spec.numel for info in BASE.tensors.values())
+    assert shared.base_bytes == known.base_bytes
 
 
 def test_a_rank_is_added_up() -> None:
