@@ -18,9 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measure import mfs
+from measure import machine, mfs, versions
 
 BUDGETS = ("1%", "2%", "3%", "5%", "8%", "12%")
+PACKAGES = ("mfs_decompose", "torch", "transformers", "safetensors", "numpy", "constriction")
 MODES = ("known", "shared")
 
 
@@ -82,14 +83,23 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("shared-base"))
     parser.add_argument("--out", type=Path, default=Path("shared_base.json"))
     parser.add_argument("--budgets", nargs="+", default=BUDGETS)
+    parser.add_argument("--shared-budgets", nargs="+", help="those of `shared`, if it is to have others")
     parser.add_argument("--codec", default="")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
     asked.work.mkdir(parents=True, exist_ok=True)
-    cells = [measure(asked, mode, budget) for budget in asked.budgets for mode in MODES]
-    result = {"tokens": asked.tokens, "texts": [Path(text).name for text in asked.text], "cells": cells}
-    asked.out.write_text(json.dumps(result | {"savings": savings(cells)}, indent=1) + "\n")
+    wanted = {"known": asked.budgets, "shared": asked.shared_budgets or asked.budgets}
+    result: dict[str, Any] = {
+        "schema": "mfs.bench.shared_base/1",
+        "machine": machine(),
+        "versions": versions(Path(sys.executable), PACKAGES),
+        "tokens": asked.tokens,
+        "texts": [Path(text).name for text in asked.text],
+    }
+    cells = [measure(asked, mode, budget) for mode in MODES for budget in wanted[mode]]
+    result |= {"cells": cells, "savings": savings(cells)}
+    asked.out.write_text(json.dumps(result, indent=2) + "\n")
     for row in savings(cells):
         saved = "outside of what was measured" if row["saved"] is None else f"{row['saved']:.1%} saved"
         sys.stdout.write(f"KL {row['kl']:.3g}: known {row['known_bytes']:,} bytes, {saved}\n")

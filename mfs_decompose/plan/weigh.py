@@ -61,16 +61,19 @@ class Weighed:
 
 
 def weigh_shared(curves: Sequence[SharedCurves], budget: SharedBudget | None) -> Weighed:
-    """Deltas beside a base that was given, with a shared delta (its bytes included) and without."""
+    """Deltas beside a base that was given, with a shared delta (its bytes included) and without.
+
+    In plain energy: that of a delta as a whole does not tell how much of it makes the variant itself.
+    """
     plain = rich = 0
     for one in curves:
         if one.rank is not None:
             with_it, alone = _at_rank(one)
             rich, plain = rich + with_it, plain + alone
     free = [one for one in curves if one.rank is None]
-    lam = price_within(free, budget) if free and budget is not None else None
+    lam = price_within(free, budget, gains=False) if free and budget is not None else None
     if lam is not None:
-        offers = [best_offer(one, lam) for one in free]
+        offers = [best_offer(one, lam, gains=False) for one in free]
         rich += sum(offer.nbytes for offer in offers)
         tensors = [(tuple(one.alone.values()), one.shape) for one in free]
         plain += bytes_for_drift(tensors, math.fsum(offer.left for offer in offers))
