@@ -8,8 +8,8 @@ import pytest
 import torch
 from checkpoints import read_weights
 from interruptions import PASS_1, Interrupting, partial
-from pipeline_runs import Tensors, back, codec_of, contents, manifest, run, toy
-from shared_families import BASE, DOWN, EMBED, UP, base_tensors
+from pipeline_runs import BASE, Tensors, back, codec_of, contents, manifest, run, toy
+from shared_families import DOWN, EMBED, UP, base_tensors
 
 from mfs_decompose.artifact.verify import verify
 from mfs_decompose.plan import shared_sizes
