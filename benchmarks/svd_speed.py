@@ -87,7 +87,7 @@ def run_ours(sources: Sources, unit: Unit) -> Fit:
         found = codec.fit(delta[None], item.steps, [key], item.params)[0]
     else:
         found = codec.fit_blocks(
-            lambda: sources.delta_blocks(item, lambda _: None), item.matrix, item.steps, key, item.params
+            lambda: sources.fitted_blocks(item, lambda _: None), item.matrix, item.steps, key, item.params
         )
     assert found is not None
     return found
