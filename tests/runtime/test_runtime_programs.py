@@ -14,10 +14,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numba import carray
+from numba.core.caching import IndexDataCacheFile
 
 from mfs_decompose.runtime import nibbles
 from mfs_decompose.runtime.nibbles import pack_nibbles
 from mfs_decompose.runtime.ops import program, team
+from mfs_decompose.runtime.ops.compiled import compile_kernel
 from mfs_decompose.runtime.ops.dense import to_dense
 from mfs_decompose.runtime.ops.program import Part, Program, Taken, takes
 from mfs_decompose.runtime.ops.team import Team, torch_team
@@ -290,3 +293,19 @@ def test_kernels_are_compiled_where_nothing_can_be_kept(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_LOCATOR_CLASSES": ""}
     # Code without a file has no place: the same error as a folder that cannot be written to.
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), EOFError("Ran out of input")])
+def test_kernels_are_compiled_where_the_cache_fails(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(IndexDataCacheFile, "load", fail)
+    monkeypatch.setattr(IndexDataCacheFile, "save", fail)
+    table = np.zeros(1, np.int64)
+    compile_kernel(add_seven).run(table, 1)
+    assert table[0] == 7
+
+
+def add_seven(data: object) -> None:
+    carray(data, 1, np.int64)[0] += 7

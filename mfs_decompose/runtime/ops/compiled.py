@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ def compile_kernel(function: Any) -> Kernel:
     signature = types.void(types.voidptr)
     try:
         address = cfunc(signature, cache=True, **FLAGS)(function).address
-    except RuntimeError:  # no folder can be written to
+    except (RuntimeError, OSError, EOFError, UnpicklingError):  # no place, a full or a forbidden one, or a file cut off
         address = cfunc(signature, **FLAGS)(function).address
     return Kernel(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address))
 
