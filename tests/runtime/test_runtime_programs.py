@@ -19,7 +19,7 @@ from numba.core.caching import IndexDataCacheFile
 
 from mfs_decompose.runtime import nibbles
 from mfs_decompose.runtime.nibbles import pack_nibbles
-from mfs_decompose.runtime.ops import program, team
+from mfs_decompose.runtime.ops import compiled, program, team
 from mfs_decompose.runtime.ops.compiled import compile_kernel
 from mfs_decompose.runtime.ops.dense import to_dense
 from mfs_decompose.runtime.ops.program import Part, Program, Taken, takes
@@ -309,3 +309,18 @@ def test_kernels_are_compiled_where_the_cache_fails(error: Exception, monkeypatc
 
 def add_seven(data: object) -> None:
     carray(data, 1, np.int64)[0] += 7
+
+
+def test_a_kernel_that_was_kept_is_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that changes what kernels have from compiled.py alone finds those of the release before."""
+    kept = []
+
+    def load(file: IndexDataCacheFile, _: object) -> None:
+        kept.append(file._index_path)
+
+    monkeypatch.setattr(IndexDataCacheFile, "load", load)
+    monkeypatch.setattr(IndexDataCacheFile, "save", lambda *_: None)
+    for digest in ("before", "after", "after"):
+        monkeypatch.setattr(compiled, "_used_by_kernels", lambda digest=digest: digest)
+        compile_kernel(add_seven)
+    assert kept[0] != kept[1] == kept[2]

@@ -7,7 +7,11 @@ word is which, and Numba compiles it anew where that file changes: what it and i
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import inspect
+import sys
 from collections.abc import Callable
+from functools import cache
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
@@ -17,6 +21,7 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from mfs_decompose.linalg import shapes
 from mfs_decompose.runtime.ops.team import torch_team
 
 FLAGS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz"}, "error_model": "numpy"}
@@ -42,10 +47,18 @@ def compile_kernel(function: Any) -> Kernel:
     """Compile a function of an address, which takes seconds; kept on disk where there is a place for it."""
     signature = types.void(types.voidptr)
     try:
+        function.__qualname__ = f"{function.__name__}_{_used_by_kernels()}"
         address = cfunc(signature, cache=True, **FLAGS)(function).address
     except (RuntimeError, OSError, EOFError, UnpicklingError):  # no place, a full or a forbidden one, or a file cut off
         address = cfunc(signature, **FLAGS)(function).address
     return Kernel(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address))
+
+
+@cache
+def _used_by_kernels() -> str:
+    """Part of the name a kernel is kept under: Numba looks at its file alone, not at what it has from elsewhere."""
+    sources = "".join(inspect.getsource(module) for module in (sys.modules[__name__], shapes))
+    return hashlib.sha256(sources.encode()).hexdigest()[:16]
 
 
 @intrinsic
