@@ -96,7 +96,7 @@ class Common:
 
 
 def open_whole(path: Path, shape: tuple[int, int]) -> torch.Tensor:
-    """The matrix of a scratch file, bf16, made where there is none."""
+    """The matrix of a scratch file, bf16."""
     return torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=torch.bfloat16).reshape(shape)
 
 
@@ -137,10 +137,12 @@ class SharedSurveyor:
             if not bool(keep.any()):
                 return None
             dropped = _part(mean, ~keep)
+            # Written, and mapped after: on a full disk a write raises, where a mapping would end the process.
+            with scratch.open("wb") as file:
+                for first, rows in blocks():
+                    common = (rows - rows_of(dropped, first, first + rows.shape[0])).to(torch.bfloat16)
+                    file.write(common.contiguous().view(torch.int16).numpy().data)
             whole = open_whole(scratch, group.matrix)
-            for first, rows in blocks():
-                end = first + rows.shape[0]
-                whole[first:end] = (rows - rows_of(dropped, first, end)).to(torch.bfloat16)
             total = max(mean.total - math.fsum(dropped.energy.tolist()), 0.0)
             found = Common(replace(_part(mean, keep), total=total), whole)
             if turn == _TURNS - 1:

@@ -12,6 +12,8 @@ from pipeline_runs import BASE, Tensors, back, codec_of, contents, manifest, run
 from shared_families import DOWN, EMBED, UP, base_tensors
 
 from mfs_decompose.artifact.verify import verify
+from mfs_decompose.pipeline import shared_survey
+from mfs_decompose.pipeline.shared_survey import open_whole
 from mfs_decompose.plan import shared_sizes
 
 RECIPE = {"base.mode": "shared", "objective.budget": "3%"}
@@ -118,3 +120,18 @@ def test_what_is_common_is_found_again_where_its_scratch_was_lost(
     run(out, *family, RECIPE)
     assert contents(out) == contents(art)
     assert not partial(out).exists()
+
+
+def test_a_scratch_file_is_written_before_it_is_mapped(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk then is an error; through a mapping it would be a signal that ends the process."""
+    sizes: list[bool] = []
+
+    def look(path: Path, shape: tuple[int, int]) -> torch.Tensor:
+        sizes.append(path.exists() and path.stat().st_size == 2 * shape[0] * shape[1])
+        return open_whole(path, shape)
+
+    monkeypatch.setattr(shared_survey, "open_whole", look)
+    run(tmp_path / "art", *family, RECIPE)
+    assert sizes and all(sizes)
