@@ -324,3 +324,25 @@ def test_a_kernel_that_was_kept_is_not_taken_for_another(tmp_path: Path, monkeyp
         monkeypatch.setattr(compiled, "_used_by_kernels", lambda digest=digest: digest)
         compile_kernel(add_seven)
     assert kept[0] != kept[1] == kept[2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_of_one_thread_takes_a_program_of_several() -> None:
+    """As torch itself does there; threads of the parent are not in the child, and would be waited for."""
+    code = (
+        "import os, signal, torch\n"
+        "from mfs_decompose.runtime.ops.program import Part, Program\n"
+        "from mfs_decompose.runtime.resident_forms import Factor, LowRank\n"
+        "torch.set_num_threads(2)\n"
+        "x, y = torch.randn(2, 3000), torch.zeros(2, 9000)\n"
+        "form = LowRank(Factor(torch.randn(4, 9000)), Factor(torch.randn(4, 3000)))\n"
+        "program = Program([Part(form, 0, 2, 0, 9000)])\n"
+        "program.add(x, y)\n"
+        "if not (child := os.fork()):\n"
+        "    signal.alarm(20)\n"
+        "    torch.set_num_threads(1)\n"
+        "    program.add(x, y)\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,6 +16,7 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
@@ -35,8 +36,8 @@ class Kernel(NamedTuple):
     alone: Callable[[int], None]
 
     def run(self, table: np.ndarray, threads: int) -> None:
-        """Call it on several threads, or on this one."""
-        run = torch_team().run
+        """Call it on several threads, or on this one: on no more than torch has now, a forked process may have one."""
+        run, threads = torch_team().run, min(threads, torch.get_num_threads())
         if threads == 1 or run is None:
             self.alone(table.ctypes.data)
         else:
