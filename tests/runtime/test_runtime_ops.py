@@ -167,6 +167,16 @@ def test_rows_that_are_looked_up(rows: int, columns: int, data: st.DataObject) -
     assert torch.allclose(answers[0], answers[1], rtol=1e-4, atol=1e-4 * (1 + float(answers[0].abs().max())))
 
 
+def test_gradients_pass_where_they_are_asked_for() -> None:
+    form = LowRank(Factor(torch.randn(2, 5)), Factor(torch.randn(2, 7)))
+    x = torch.randn(3, 7, requires_grad=True)
+    y = x @ torch.zeros(7, 5)
+    CpuOps().add(form, x, y)
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert torch.allclose(x.grad, (form.left.values().mT @ form.right.values()).sum(dim=0).expand(3, 7), atol=1e-5)
+
+
 def test_ops_are_chosen_by_name_or_device() -> None:
     assert choose_ops("auto", "cpu").name == "cpu"
     assert choose_ops("reference", "cpu").name == "reference"

@@ -26,7 +26,8 @@ class CpuOps:
     program = Program
 
     def add(self, form: Form, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
-        if x_TI.shape[0] <= FEW_ROWS and isinstance(form, Taken) and takes(form):
+        few = x_TI.shape[0] <= FEW_ROWS and not y_TO.requires_grad  # no gradient passes through a kernel
+        if few and isinstance(form, Taken) and takes(form):
             Program([Part(form, 0, x_TI.shape[0], 0, y_TO.shape[1])]).add(x_TI.contiguous(), y_TO)
         elif isinstance(form, LowRank):
             expand(form.left, shrink(form.right, x_TI), y_TO)
