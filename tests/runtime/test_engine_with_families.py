@@ -40,6 +40,17 @@ def test_mixed_batches_answer_as_each_restore(stored: Stored) -> None:
     assert family.base_digest() == before
 
 
+def test_a_thousand_requests_keep_the_base(stored: Stored) -> None:
+    family = stored.load()
+    before = family.base_digest()
+    engine = open_engine(family, limits=Limits(tokens=128, sequences=48), kv_tokens=2048, block_size=4)
+    params = SamplingParams(max_tokens=2, ignore_stop_ids=True)
+    asked = [Request(IDS[at % 3], random_prompt(at, 2 + at % 4), params) for at in range(1000)]
+    handles = engine.generate(asked)
+    assert all(handle.error is None and len(handle.tokens) == 2 for handle in handles)
+    assert family.base_digest() == before
+
+
 def test_stop_ids_and_vocabularies_are_the_variants_own(stored: Stored) -> None:
     family = stored.load()
     infos = open_engine(family, kv_tokens=64).variants
