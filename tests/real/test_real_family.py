@@ -81,7 +81,7 @@ def test_what_is_restored_loads_in_transformers(art: Path, tmp_path: Path) -> No
 @pytest.mark.skipif(not HUMANEVAL, reason="MFS_HUMANEVAL names no file")
 def test_drift_on_humaneval(art: Path) -> None:
     text = f"{HUMANEVAL}:prompt+canonical_solution"
-    results = mfs("eval", art, "--variant", "code", "--text", text)["results"]
+    results = mfs("eval", art, "--variant", "code", "--text", text, "--through", "both")["results"]
     kl = {result["through"]: result["kl_mean"] for result in results}
     assert kl["served"] <= 6e-4 and kl["restored"] <= 8e-4
     assert all(result["recovered"] > 0.99 for result in results)
