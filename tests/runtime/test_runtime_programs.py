@@ -251,8 +251,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
 def test_the_team_is_that_of_torch() -> None:
     """Each thread once: what they are asked to do is to count themselves."""
     found = torch_team()
-    if found.run is None:
-        pytest.skip("this torch is not built with OpenMP")
+    assert found.run is not None, "torch for Linux runs on OpenMP"
     counted = np.zeros(1, np.int64)
     numbers: list[int] = []
     number = ctypes.CFUNCTYPE(ctypes.c_int)(found.thread)
@@ -326,7 +325,6 @@ def test_a_kernel_that_was_kept_is_not_taken_for_another(tmp_path: Path, monkeyp
     assert kept[0] != kept[1] == kept[2]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_of_one_thread_takes_a_program_of_several() -> None:
     """As torch itself does there; threads of the parent are not in the child, and would be waited for."""
     code = (

@@ -80,29 +80,25 @@ def _shrink_codes(head: Any, entry: Any, codes: Any, thread: Any, threads: Any) 
     for row in range(entry[FIRST], entry[LAST], 2):
         after = min(row + 1, entry[LAST] - 1)
         one, two = x[row], x[after]
-        if entry[HALF] and not grouped:
-            sum_one, sum_two = half * _sum(one), half * _sum(two)
-        else:
-            sum_one = sum_two = np.float32(0.0)
         for at_code in range(whole * thread // threads, whole * (thread + 1) // threads):
             scale = _scale(entry, at_code)
             if grouped:
                 a, b = _dot_grouped(codes[at_code], one, two, scales[at_code], before, half)
             else:
-                a, b = _dot(codes[at_code], one, two)
-            h[after, column + at_code] = (b + sum_two) * scale
-            h[row, column + at_code] = (a + sum_one) * scale
+                a, b = _dot(codes[at_code], one, two, half)
+            h[after, column + at_code] = b * scale
+            h[row, column + at_code] = a * scale
         for at_pair in range(pairs * thread // threads, pairs * (thread + 1) // threads):
             lower, upper = whole + at_pair, whole + pairs + at_pair
             if grouped:
                 a, b, c, d = _dots_grouped(nibbles[at_pair], one, two, scales[lower], scales[upper], before, half)
             else:
-                a, b, c, d = _dots(nibbles[at_pair], one, two)
+                a, b, c, d = _dots(nibbles[at_pair], one, two, half)
             scale_lower, scale_upper = _scale(entry, lower), _scale(entry, upper)
-            h[after, column + lower] = (b + sum_two) * scale_lower
-            h[row, column + lower] = (a + sum_one) * scale_lower
-            h[after, column + upper] = (d + sum_two) * scale_upper
-            h[row, column + upper] = (c + sum_one) * scale_upper
+            h[after, column + lower] = b * scale_lower
+            h[row, column + lower] = a * scale_lower
+            h[after, column + upper] = d * scale_upper
+            h[row, column + upper] = c * scale_upper
 
 
 @njit(**FLAGS)
@@ -116,28 +112,20 @@ def _scale(entry: Any, direction: Any) -> Any:
 
 
 @njit(**FLAGS)
-def _sum(row: Any) -> Any:
-    total = np.float32(0.0)
-    for k in range(row.shape[0]):
-        total += row[k]
-    return total
-
-
-@njit(**FLAGS)
-def _dot(code: Any, one: Any, two: Any) -> Any:
+def _dot(code: Any, one: Any, two: Any, half: Any) -> Any:
     a = b = np.float32(0.0)
     for k in range(code.shape[0]):
-        wide = widen(code[k])
+        wide = widen(code[k]) + half
         a += wide * one[k]
         b += wide * two[k]
     return a, b
 
 
 @njit(**FLAGS)
-def _dots(code: Any, one: Any, two: Any) -> Any:
+def _dots(code: Any, one: Any, two: Any, half: Any) -> Any:
     a = b = c = d = np.float32(0.0)
     for k in range(code.shape[0]):
-        low, high = low_half(code[k]), high_half(code[k])
+        low, high = low_half(code[k]) + half, high_half(code[k]) + half
         a += low * one[k]
         b += low * two[k]
         c += high * one[k]
@@ -150,11 +138,7 @@ def _dot_grouped(code: Any, one: Any, two: Any, scales: Any, before: Any, half: 
     a = b = np.float32(0.0)
     for group in range(scales.shape[0]):
         start, stop = max(group * GROUP - before, 0), min((group + 1) * GROUP - before, code.shape[0])
-        part_a = part_b = np.float32(0.0)
-        for k in range(start, stop):
-            wide = widen(code[k]) + half
-            part_a += wide * one[k]
-            part_b += wide * two[k]
+        part_a, part_b = _dot(code[start:stop], one[start:stop], two[start:stop], half)
         a += part_a * scales[group]
         b += part_b * scales[group]
     return a, b
@@ -165,13 +149,7 @@ def _dots_grouped(code: Any, one: Any, two: Any, low_scales: Any, high_scales: A
     a = b = c = d = np.float32(0.0)
     for group in range(low_scales.shape[0]):
         start, stop = max(group * GROUP - before, 0), min((group + 1) * GROUP - before, code.shape[0])
-        part_a = part_b = part_c = part_d = np.float32(0.0)
-        for k in range(start, stop):
-            low, high = low_half(code[k]) + half, high_half(code[k]) + half
-            part_a += low * one[k]
-            part_b += low * two[k]
-            part_c += high * one[k]
-            part_d += high * two[k]
+        part_a, part_b, part_c, part_d = _dots(code[start:stop], one[start:stop], two[start:stop], half)
         a += part_a * low_scales[group]
         b += part_b * low_scales[group]
         c += part_c * high_scales[group]
